@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from jax._src.custom_partitioning_sharding_rule import (
 )
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import TargetError
@@ -143,6 +145,11 @@ def is_cuda(device: Device) -> bool:
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
 
 
+def trace_context() -> Any:
+    """A hashable value of all settings and contexts on which a trace depends."""
+    return _config.trace_context()
+
+
 def default_device() -> Any:
     """``jax.default_device`` as it holds in this thread: a device, a platform's name, or None."""
     return _config.default_device.value
@@ -163,6 +170,43 @@ def live_program(closed: Any) -> tuple[Any, list[Any]]:
     compiles it, and its constants, which are its first inputs."""
     jaxpr = _partial_eval.convert_constvars_jaxpr(getattr(closed, "jaxpr", closed))
     return without_dead_code(jaxpr), list(getattr(closed, "consts", ()))
+
+
+def converted(x: Any, dtype: Any, weak_type: bool) -> Any:
+    """An array of a dtype, which gives way to others if ``weak_type``."""
+    return _convert_element_type(x, dtype, weak_type)
+
+
+def is_plain_call(params: Any) -> bool:
+    """Whether a call of jit says nothing about where its arrays lie and what it may overwrite."""
+    places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    return not (
+        any(not isinstance(place, _sharding_impls.UnspecifiedValue) for place in places)
+        or any(layout is not None for layout in layouts)
+        or any(params.get("donated_invars", ()))
+        or params.get("compiler_options_kvs")
+        or params.get("keep_unused")
+    )
+
+
+_DERIVED = ("relu", "relu6", "_softmax", "logaddexp")
+_OWN = f"{os.sep}jax{os.sep}_src{os.sep}"
+
+
+def is_own_derivative(closed: Any) -> bool:
+    """Whether a function with a derivative is one of JAX's own, whose derivative is that of its
+    equations: by the code that made them."""
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name in ("jit", "pjit"):
+            return is_own_derivative(equation.params["jaxpr"])
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            if _OWN not in frame.file_name:
+                return False
+            if frame.function_name in _DERIVED:
+                return True
+    return False
 
 
 def scan_sizes(params: Any) -> tuple[int, int]:

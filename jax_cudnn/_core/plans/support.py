@@ -128,7 +128,7 @@ def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
             made.notes, made.calls = found.notes, found.calls
             for name, spec in found.items():
                 with program.graph():
-                    there = site or context.site(_default_devices(), name)
+                    there = site or context.site(default_devices(), name)
                     made[name] = Plan.of(place(spec, there, name))
             return made
 
@@ -265,7 +265,7 @@ def _everywhere() -> Sites:
     return {**shipped(), **local}
 
 
-def _default_devices() -> list[Device]:
+def default_devices() -> list[Device]:
     """``jax.default_device`` if it is an NVIDIA GPU, else all devices of this process."""
     default = compat.default_device()
     if isinstance(default, str):  # a platform's name

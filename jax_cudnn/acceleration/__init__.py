@@ -1,0 +1,1 @@
+"""From the equations of any JAX function to graphs (:func:`jax_cudnn.accelerate`)."""

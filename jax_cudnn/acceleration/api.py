@@ -1,0 +1,167 @@
+"""``accelerate``: one line for any JAX function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.core
+
+from .._core import compat
+from .._core.errors import GraphTypeError, shown
+from .._core.graph.source import users_place
+from . import attention, choice
+from .program import Equation, Program, Region
+
+KINDS = ("attention",)
+_MOST = 256  # shapes for which a function's regions are kept
+Missed = list[tuple[Equation, str]]
+
+
+def accelerate(
+    fn: Callable[..., Any] | None = None,
+    *,
+    only: Iterable[str] | None = None,
+    without: Iterable[str] = (),
+) -> Any:
+    """A function with cuDNN's graphs in the place of what it computes in JAX's own operations.
+
+    The function is traced. What cuDNN can run is found in its equations, however it is written, and
+    replaced where :func:`jax_cudnn.implementation` "auto" finds cuDNN faster on the GPU that it is
+    traced for: :func:`jax_cudnn.target`, else JAX's default device. All other equations stay as
+    they are; on a CPU all do. Found is:
+
+    - "attention": two products around a softmax, with scale, biases, causal, banded and other
+      masks, lengths of keys, functions of the scores, grouped queries, in any order of axes.
+
+    It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
+    ``shard_map``, also as a decorator. Put it around the function that is differentiated
+    (``jax.grad(jc.accelerate(loss))``), so that forward and backward are replaced together.
+
+    Args:
+        fn: any function of arrays in pytrees, with results in pytrees. Other arguments, such as
+            ``train=True`` or a string, are passed as they are. A callable pytree, such as an
+            Equinox module, stays one: ``eqx.filter_jit(jc.accelerate(model))``.
+        only: the kinds to look for; all by default.
+        without: kinds to leave as they are.
+
+    Returns: the function. Its ``report(*args)`` says what is found, where, and what became of it.
+
+    Scores of -1e4 and less count as hidden. Where all keys of a query are hidden by -inf, the
+    original is NaN and cuDNN's result is not.
+
+    Raises:
+        GraphTypeError: ``fn`` is not a function, or a Flax NNX module, or a kind is unknown.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> def attend(q, k, v):
+        ...     scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+        ...     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+        >>> fast = jc.accelerate(attend)
+        >>> x = jax.ShapeDtypeStruct((2, 128, 8, 64), "bfloat16")
+        >>> [region["kind"] for region in fast.report(x, x, x).to_json()["regions"]]
+        ['attention']
+    """
+    if fn is None:
+        return functools.partial(accelerate, only=only, without=without)
+    if not callable(fn):
+        raise GraphTypeError(
+            "accelerate got no function", expected="a function of arrays", got=shown(fn)
+        )
+    for kinds in (only or (), without):
+        unknown = sorted({*kinds} - {*KINDS}) if not isinstance(kinds, str) else [kinds]
+        if unknown:
+            raise GraphTypeError(
+                "accelerate got an unknown kind",
+                expected=f"a list of {', '.join(map(repr, KINDS))}",
+                got=shown(kinds if isinstance(kinds, str) else unknown[0]),
+            )
+    kinds = [k for k in KINDS if (only is None or k in only) and k not in without]
+    return Accelerated(fn, tuple(kinds))
+
+
+class Accelerated:
+    """What :func:`accelerate` returns."""
+
+    def __init__(self, fn: Callable[..., Any], kinds: tuple[str, ...]) -> None:
+        self.fn, self._kinds = fn, kinds
+        self._known: dict[Any, Any] = {}
+        for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+            value = getattr(fn, name, None)
+            if isinstance(value, str):
+                setattr(self, name, value)
+        self.__wrapped__ = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        where = choice.site()
+        if where is None:
+            return self.fn(*args, **kwargs)
+        program, arrays, tree = self._program(args, kwargs, where)
+        if program is None:
+            return self.fn(*args, **kwargs)
+        return jax.tree.unflatten(tree, program.run(*arrays))
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else functools.partial(self, owner)
+
+    def __repr__(self) -> str:
+        return f"<accelerated {getattr(self.fn, '__name__', self.fn)}>"
+
+    def _program(self, args: Any, kwargs: Any, where: Any) -> Any:
+        """The program of a call with the regions that cuDNN runs, its constants and arrays, and
+        the structure of its results; no program if there is nothing for cuDNN."""
+        leaves, structure = jax.tree.flatten((self.fn, args, kwargs))
+        places = [i for i, x in enumerate(leaves) if _is_array(x)]
+        arrays = [leaves[i] for i in places]
+        rest = tuple((i, type(x), x) for i, x in enumerate(leaves) if i not in places)
+        key = structure, tuple(map(jax.typeof, arrays)), rest, where, compat.trace_context()
+        try:
+            found = self._known.get(key)
+        except TypeError:  # an argument is not hashable
+            key = found = None
+        if found is None:
+            closed, tree = _traced(leaves, places, structure)
+            program, missed = search(closed, self._kinds)
+            choice.decide(program, where)
+            found = (program if program.holds_regions else None), closed.consts, tree
+            if key is not None and not closed.consts:  # which the function may read anew
+                if len(self._known) >= _MOST:
+                    self._known.clear()
+                self._known[key] = found
+        program, consts, tree = found
+        return program, [*consts, *arrays], tree
+
+
+def _traced(leaves: list[Any], places: list[int], structure: Any) -> Any:
+    def flat(*arrays: Any) -> Any:
+        given = [*leaves]
+        for i, x in zip(places, arrays, strict=True):
+            given[i] = x
+        fn, args, kwargs = jax.tree.unflatten(structure, given)
+        return fn(*args, **kwargs)
+
+    avals = [jax.typeof(leaves[i]) for i in places]
+    closed, shape = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    return closed, jax.tree.structure(shape)
+
+
+def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
+    """The program of a jaxpr with the regions in it, and what is nearly one."""
+    program, missed = Program(closed.jaxpr, closed.consts, ()), []
+    _search(program, missed, kinds)
+    return program, missed
+
+
+def _search(program: Program, missed: Missed, kinds: Iterable[str]) -> None:
+    if "attention" in kinds:
+        program.regions = attention.find(program, missed)
+    for equation in program.equations:
+        for inner in equation.inner.values():
+            _search(inner, missed, kinds)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

@@ -1,0 +1,683 @@
+"""Attention in a program, by its meaning: two products around a softmax over the axis that the
+second one sums.
+
+From each product on, :class:`_Follower` says what every value that depends on it is: scores, their
+maximum, exponentials, sums, probabilities, a result. Order of axes, grouped queries and casts
+follow from the equations; what stands between product and softmax is read by :mod:`.scores`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..ops import dot_product_attention
+from .known import ELEMENTWISE, is_known
+from .program import Equation, Program, Region, Value
+from .scores import (
+    LAYOUT,
+    Dims,
+    Positions,
+    Scores,
+    Seen,
+    Side,
+    Unclear,
+    band,
+    conjuncts,
+    lengths,
+    moved,
+    narrowed,
+    number,
+    read,
+    score_mod,
+)
+
+SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
+INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-probabilities"
+PROB, SUMS, OUT = "probabilities", "sums of exponentials", "result"
+_KEEPING = ("convert_element_type", "copy", "copy_p", "reduce_precision")
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a value is. ``dims``: the axis of the scores along which each of its dimensions varies,
+    or None. ``of``: the scores whose softmax it belongs to. ``shift``: what was subtracted from
+    them. ``axis``: the axis over which was reduced."""
+
+    kind: str
+    dims: Dims
+    of: Value | None = None
+    shift: Value | None = None
+    axis: int | None = None
+
+    def at(self, dims: Dims) -> _State:
+        return _State(self.kind, dims, self.of, self.shift, self.axis)
+
+
+class _Follower:
+    """The states of the values that follow from one product of scores."""
+
+    def __init__(self, product: Equation) -> None:
+        self.product = product
+        (scores,) = product.outs
+        dims = tuple(i if n != 1 else None for i, n in enumerate(scores.shape))
+        self.states: dict[Value, _State] = {scores: _State(SCORES, dims)}
+        self.second: Equation | None = None
+        self.dropped: list[str] = []
+        self._visit(scores)
+
+    def _visit(self, scores: Value) -> None:
+        todo, seen = {*scores.users}, set()
+        while todo:
+            equation = min(todo, key=lambda e: e.at)
+            todo.remove(equation)
+            seen.add(equation)
+            if equation.inner or len(equation.outs) != 1:
+                continue
+            state = self._state(equation)
+            if state is not None:
+                self.states[equation.outs[0]] = state
+                todo |= {e for e in equation.outs[0].users if e not in seen}
+
+    def _state(self, equation: Equation) -> _State | None:
+        name = equation.name
+        given = [self.states.get(v) for v in equation.ins]
+        if name in LAYOUT:
+            first = given[0]
+            dims = None if first is None else moved(equation, first.dims)
+            return None if first is None or dims is None else first.at(dims)
+        if name in _KEEPING:
+            return given[0]
+        if name == "stop_gradient":
+            return given[0] if given[0] is not None and given[0].kind == ROW else None
+        if name in ("reduce_max", "reduce_sum"):
+            return self._reduced(equation, given[0])
+        if name == "dot_general":
+            return self._product(equation, given)
+        return self._elementwise(equation, given) if name in ELEMENTWISE else None
+
+    def _reduced(self, equation: Equation, state: _State | None) -> _State | None:
+        axes = equation.params["axes"]
+        if state is None or any(axis >= len(state.dims) for axis in axes):
+            return None
+        over = {state.dims[axis] for axis in axes} - {None}
+        flat = all(
+            state.dims[a] is not None or equation.ins[0].shape[a] == 1 for a in axes
+        )
+        dims = tuple(d for i, d in enumerate(state.dims) if i not in axes)
+        if len(over) != 1 or not flat:
+            return None
+        (axis,) = over
+        if equation.name == "reduce_max":
+            return _State(ROW, dims, axis=axis) if state.kind == SCORES else None
+        right = state.kind == EXP and state.axis in (None, axis)
+        return _State(SUM, dims, state.of, state.shift, axis) if right else None
+
+    def _elementwise(self, equation: Equation, given: list[_State | None]) -> _State | None:
+        dims = self._common(equation, given)
+        if dims is None:
+            return None
+        states = [s for s in given if s is not None]
+        alone = all(v.shape == () or s is not None for v, s in zip(equation.ins, given, strict=True))
+        kinds, name = [s.kind for s in states], equation.name
+        return self._meaning(name, equation, given, states, kinds, dims, alone)
+
+    def _common(self, equation: Equation, given: list[_State | None]) -> Dims | None:
+        """The dims of an elementwise result; None if its operands do not fit together."""
+        shape = equation.outs[0].shape
+        dims: list[Any] = [None] * len(shape)
+        aside = False
+        for value, state in zip(equation.ins, given, strict=True):
+            if state is None:
+                aside |= value.shape != () and number(value) is None
+                continue
+            for i, d in enumerate(state.dims):
+                if d is not None and dims[i] not in (None, d):
+                    return None
+                dims[i] = dims[i] if d is None else d
+        free = [n for n, d in zip(shape, dims, strict=True) if d is None and n != 1]
+        return None if aside and free else tuple(dims)
+
+    def _meaning(
+        self,
+        name: str,
+        equation: Equation,
+        given: list[_State | None],
+        states: list[_State],
+        kinds: list[str],
+        dims: Dims,
+        alone: bool,
+    ) -> _State | None:
+        first = states[0]
+        ordered = len(states) == 2 and given[0] is states[0]
+        same = len(states) == 2 and states[0].of is states[1].of
+        match kinds:
+            case ["scores"] if name == "exp":
+                return _State(EXP, dims, equation.ins[0])
+            case [*all_] if {*all_} == {SCORES}:
+                return _State(SCORES, dims)
+            case [*all_] if {*all_} == {ROW} and alone:
+                axes = {s.axis for s in states}
+                return _State(ROW, dims, axis=axes.pop()) if len(axes) == 1 else None
+            case ["scores", "row"] if name == "sub" and ordered:
+                root = self._root(equation.ins[1])
+                return _State(SHIFTED, dims, equation.ins[0], root, states[1].axis)
+            case ["scores", "log-sum-exp"] if name == "sub" and same_z(equation.ins[0], states[1]):
+                return _State(LOGPROB, dims, states[1].of, None, states[1].axis)
+            case ["shifted"] if name == "exp":
+                return _State(EXP, dims, first.of, first.shift, first.axis)
+            case ["log-probabilities"] if name == "exp":
+                return _State(PROB, dims, first.of, None, first.axis)
+            case ["sum"] if name == "log":
+                return _State(LOGSUM, dims, first.of, first.shift, first.axis)
+            case ["sum"] if name == "div" and given[1] is first and number(equation.ins[0]) == 1:
+                return _State(INVERSE, dims, first.of, first.shift, first.axis)
+            case ["sum"] if name == "integer_pow" and equation.params["y"] == -1:
+                return _State(INVERSE, dims, first.of, first.shift, first.axis)
+            case ["log of sum", "row"] | ["row", "log of sum"] if name in ("add", "add_any"):
+                at = kinds.index(LOGSUM)
+                row = [v for v, s in zip(equation.ins, given, strict=True) if s is states[1 - at]]
+                if self._root(row[0]) is states[at].shift:
+                    return _State(TOTAL, dims, states[at].of, None, states[at].axis)
+            case ["shifted", "log of sum"] if name == "sub" and ordered and same:
+                if states[0].shift is states[1].shift:
+                    return _State(LOGPROB, dims, first.of, None, states[1].axis)
+            case ["exponentials", "sum"] if name == "div" and ordered and same:
+                if states[0].shift is states[1].shift:
+                    return _State(PROB, dims, first.of, None, states[1].axis)
+            case ["exponentials", "1 / sum"] | ["1 / sum", "exponentials"] if same:
+                if name == "mul" and states[0].shift is states[1].shift:
+                    axis = next(s.axis for s in states if s.kind == INVERSE)
+                    return _State(PROB, dims, first.of, None, axis)
+            case ["sums of exponentials", "sum"] if name == "div" and ordered and same:
+                if states[0].shift is states[1].shift and states[0].axis == states[1].axis:
+                    return _State(OUT, dims, first.of, None, first.axis)
+            case ["sums of exponentials", "1 / sum"] | ["1 / sum", "sums of exponentials"] if same:
+                if name == "mul" and states[0].shift is states[1].shift:
+                    return _State(OUT, dims, first.of, None, states[0].axis)
+            case ["probabilities"] if self._is_one(name, equation, first):
+                return first.at(dims)
+            case ["probabilities"]:
+                self.dropped.append(
+                    f"the probabilities meet another array ({name}), as in dropout"
+                )
+        return None
+
+    def _is_one(self, name: str, equation: Equation, state: _State) -> bool:
+        """Whether a factor of probabilities is a known 1."""
+        others = [v for v in equation.ins if self.states.get(v) is not state]
+        return name in ("mul", "div", "dot_general") and [number(v) for v in others] == [1.0]
+
+    def _root(self, value: Value) -> Value:
+        """A row before it was broadcast, cast or kept from the gradient."""
+        while (made := value.made_by) is not None and made.name in (
+            *LAYOUT, *_KEEPING, "stop_gradient",
+        ):  # fmt: skip
+            value = made.ins[0]
+        return value
+
+    def _product(self, equation: Equation, given: list[_State | None]) -> _State | None:
+        """The product with the values: sums over the keys, batch axes stay."""
+        states = [s for s in given if s is not None]
+        if len(states) != 1 or states[0].kind not in (PROB, EXP):
+            return None
+        (state,) = states
+        side = given.index(state)
+        (contract, batch) = equation.params["dimension_numbers"]
+        if not contract[side] and state.kind == PROB:
+            if not self._is_one("dot_general", equation, state):
+                return None
+            axes = [*range(len(state.dims))]
+            axes = [*batch[side], *(i for i in axes if i not in batch[side])]
+            dims: list[Any] = [state.dims[i] for i in axes]
+            new = [None] * (len(equation.outs[0].shape) - len(dims))
+            at = len(dims) if side == 0 else len(batch[side])
+            return state.at((*dims[:at], *new, *dims[at:]))
+        if len(contract[side]) != 1:
+            return None
+        (axis,) = (state.dims[i] for i in contract[side])
+        in_batch = {state.dims[i] for i in batch[side]} - {None}
+        shared = {i for i, n in enumerate(self.product.outs[0].shape) if n != 1}
+        shared &= {*range(len(self.product.params["dimension_numbers"][1][0]))}
+        if axis is None or state.axis not in (None, axis) or in_batch != shared:
+            return None
+        if self.second not in (None, equation):
+            return None
+        self.second = equation
+        free = [
+            [i for i in range(len(v.shape)) if i not in (*contract[k], *batch[k])]
+            for k, v in enumerate(equation.ins)
+        ]
+        ends = [
+            [state.dims[i] if k == side else ("E", j) for j, i in enumerate(free[k])]
+            for k in (0, 1)
+        ]
+        dims = (*(state.dims[i] for i in batch[side]), *ends[0], *ends[1])
+        sized = zip(dims, equation.outs[0].shape, strict=True)
+        dims = tuple(d if n != 1 else None for d, n in sized)
+        kind = OUT if state.kind == PROB else SUMS
+        return _State(kind, dims, state.of, state.shift, axis)
+
+
+def same_z(value: Value, state: _State) -> bool:
+    return state.of is value
+
+
+# -- operands --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand of a product, before it was widened, scaled and repeated: ``at`` has the dimension
+    of ``value`` for each of the operand's; ``groups``: how often it was repeated, by dimension."""
+
+    value: Value
+    at: tuple[int, ...]
+    factor: float
+    groups: tuple[int, ...]
+
+    def arranged(self, x: Any, order: list[int], shape: tuple[int, ...]) -> Any:
+        axes = [self.at[i] for i in order]
+        rest = [i for i in range(x.ndim) if i not in axes]
+        return jnp.transpose(x, (*rest, *axes)).reshape(shape)
+
+
+def _operand(value: Value, repeats: bool) -> _Operand:
+    at, factor, groups = (*range(len(value.shape)),), 1.0, [1] * len(value.shape)
+    while (made := value.made_by) is not None:
+        if made.name == "convert_element_type" and _is_wider(made.outs[0], made.ins[0]):
+            value = made.ins[0]
+        elif made.name in ("mul", "div") and value.shape:
+            others = [(v, number(v)) for v in made.ins]
+            arrays = [v for v, n in others if n is None]
+            numbers = [n for _, n in others if n is not None]
+            if len(arrays) != 1 or not numbers or arrays[0].shape != value.shape:
+                break
+            if made.name == "div" and (arrays[0] is not made.ins[0] or not numbers[0]):
+                break
+            factor = factor * numbers[0] if made.name == "mul" else factor / numbers[0]
+            value = arrays[0]
+        elif made.name == "transpose":
+            at = tuple(made.params["permutation"][i] for i in at)
+            value = made.ins[0]
+        elif repeats and made.name == "reshape" and (found := _repeated(made)) is not None:
+            source, places, times = found
+            for i, j in enumerate(at):
+                groups[i] *= times[j]
+            at = tuple(places[j] for j in at)
+            value = source
+            repeats = False
+        else:
+            break
+    return _Operand(value, at, factor, tuple(groups))
+
+
+def _is_wider(wide: Value, narrow: Value) -> bool:
+    kinds = all(jnp.issubdtype(v.dtype, jnp.floating) for v in (wide, narrow))
+    return kinds and wide.dtype.itemsize >= narrow.dtype.itemsize
+
+
+def _repeated(reshape: Equation) -> tuple[Value, tuple[int, ...], tuple[int, ...]] | None:
+    """``(x, dimension of x for each of the result's, how often each is repeated)``, for
+    ``jnp.repeat`` along one dimension and for a broadcast that was flattened."""
+    spread = reshape.ins[0].made_by
+    if spread is None or spread.name != "broadcast_in_dim" or reshape.params["dimensions"]:
+        return None
+    source, wide, out = spread.ins[0], spread.outs[0].shape, reshape.outs[0].shape
+    from_source = {
+        axis: i
+        for i, axis in enumerate(spread.params["broadcast_dimensions"])
+        if source.shape[i] == wide[axis]
+    }
+    places, times, j = [], [], 0
+    for size in out:
+        if j < len(wide) and wide[j] == size and j in from_source:
+            places.append(from_source[j])
+            times.append(1)
+            j += 1
+        elif j + 1 < len(wide) and wide[j] * wide[j + 1] == size and j in from_source:
+            if j + 1 in from_source and wide[j + 1] != 1:
+                return None
+            places.append(from_source[j])
+            times.append(wide[j + 1])
+            j += 2
+        else:
+            return None
+    return (source, tuple(places), tuple(times)) if j == len(wide) else None
+
+
+# -- regions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Attention: operands, the axes of the scores by role, and what modifies the scores."""
+
+    q: _Operand
+    k: _Operand
+    v: _Operand
+    sizes: tuple[int, ...]
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    query: int
+    key: int
+
+    def size(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+
+def find(program: Program, missed: list[tuple[Equation, str]]) -> list[Region]:
+    """The attention of a program; ``missed`` gets what is nearly one."""
+    regions: list[Region] = []
+    taken: set[Equation] = set()
+    for equation in program.equations:
+        if equation.name != "dot_general" or equation in taken:
+            continue
+        follower = _Follower(equation)
+        if not any(s.kind == PROB or s.kind == OUT for s in follower.states.values()):
+            continue
+        try:
+            region = _region(program, follower)
+        except Unclear as why:
+            missed.append((equation, str(why)))
+            continue
+        if not region.equations & taken:
+            taken |= region.equations
+            regions.append(region)
+    return regions
+
+
+def _region(program: Program, follower: _Follower) -> Region:
+    outs = [v for v, s in follower.states.items() if s.kind == OUT]
+    if not outs or follower.second is None:
+        why = follower.dropped or ["the probabilities do not meet values in a product"]
+        raise Unclear(why[0])
+    last = min(outs, key=lambda v: v.made_by.at if v.made_by else 0)
+    while last not in program.outs and len(last.users) == 1:
+        (after,) = last.users[0].outs[:1]
+        if after not in outs:
+            break
+        last = after
+    equations = _between(last, follower)
+    inside = {v for e in equations for v in e.outs} - {last}
+    for value in inside:
+        if program.used_outside(equations, value):
+            raise Unclear(f"its {follower.states[value].kind} are used elsewhere, too")
+    state = follower.states[last]
+    assert state.of is not None and state.axis is not None
+    dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
+    found = _roles(follower, state.axis)
+    scores = read(state.of, follower.product.outs[0], dims_of)
+    return _built(found, scores, dims_of, follower, equations, last, state.dims)
+
+
+def _between(last: Value, follower: _Follower) -> set[Equation]:
+    found: set[Equation] = set()
+    todo = [last]
+    while todo:
+        value = todo.pop()
+        made = value.made_by
+        if value in follower.states and made is not None and made not in found:
+            found.add(made)
+            if made is not follower.product:
+                todo += made.ins
+    return found
+
+
+def _roles(follower: _Follower, key: int) -> _Found:
+    product, second = follower.product, follower.second
+    assert second is not None
+    contract, batch = product.params["dimension_numbers"]
+    shapes = [v.shape for v in product.ins]
+    free = [
+        [i for i in range(len(shapes[k])) if i not in (*contract[k], *batch[k])] for k in (0, 1)
+    ]
+    count = len(batch[0])
+    axes = [
+        [*range(count, count + len(free[0]))],
+        [*range(count + len(free[0]), count + len(free[0]) + len(free[1]))],
+    ]
+    of_key = 0 if key in axes[0] else 1
+    if key not in axes[of_key]:
+        raise Unclear("the softmax is over an axis that both operands of the product have")
+    sizes = product.outs[0].shape
+    if any(sizes[a] != 1 for a in axes[of_key] if a != key):
+        raise Unclear("the keys have several dimensions")
+    of_query = 1 - of_key
+    rows = [a for a in axes[of_query] if sizes[a] != 1] or axes[of_query][-1:]
+    k, q = (_operand(product.ins[i], i == of_key) for i in (of_key, of_query))
+    side = next(i for i, v in enumerate(second.ins) if v in follower.states)
+    v = _operand(second.ins[1 - side], True)
+    if not rows:
+        raise Unclear("there is no dimension of queries")
+    masked = _masked_axes(follower)
+    query = max(rows, key=lambda a: (a in masked, sizes[a], a))
+    groups = tuple(a for a in rows if a != query)
+    wide = [a for a in range(count)]
+    heads = tuple(wide[-1:]) if count > 1 else ()
+    batches = tuple(a for a in wide if a not in heads)
+    return _Found(q, k, v, sizes, batches, heads, groups, query, key)
+
+
+def _masked_axes(follower: _Follower) -> set[Any]:
+    """Axes of the scores along which known masks vary."""
+    found: set[Any] = set()
+    for value, state in follower.states.items():
+        made = value.made_by
+        if state.kind == SCORES and made is not None and made is not follower.product:
+            for v in made.ins:
+                if v.shape and v not in follower.states and is_known(v):
+                    found |= {*narrowed(v, state.dims)[1]} - {None}
+    return found
+
+
+def _built(
+    found: _Found,
+    scores: Scores,
+    dims_of: dict[Value, Dims],
+    follower: _Follower,
+    equations: set[Equation],
+    last: Value,
+    out_dims: Dims,
+) -> Region:
+    product, second = follower.product, follower.second
+    assert second is not None
+    f = found
+    q, k, v = f.q, f.k, f.v
+    dtype = q.value.dtype
+    if not (dtype == k.value.dtype == v.value.dtype):
+        raise Unclear(f"queries, keys, values are {dtype}, {k.value.dtype}, {v.value.dtype}")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise Unclear(f"its dtype is {dtype}")
+    if last.dtype.itemsize > dtype.itemsize:
+        raise Unclear(f"the result of {dtype} operands is kept in {last.dtype}: cast it to {dtype}")
+
+    contract, batch = product.params["dimension_numbers"]
+    of_key = 0 if _axes_of(product, 0).get(f.key) is not None else 1
+    q_axes, k_axes = _axes_of(product, 1 - of_key), _axes_of(product, of_key)
+    side = next(i for i, x in enumerate(second.ins) if x in follower.states)
+    v_axes, v_key, v_free = _axes_of_values(second, side, follower)
+    repeats = math.prod(k.groups)
+    if k.groups != (1,) * len(k.groups) or v.groups != (1,) * len(v.groups):
+        ok = len(f.heads) == 1 and not f.groups
+        ok &= k.groups[k_axes[f.heads[0]]] == repeats == math.prod(v.groups)
+        ok &= v.groups[v_axes[f.heads[0]]] == repeats
+        if not ok:
+            k = _operand(product.ins[of_key], False)
+            v = _operand(second.ins[1 - side], False)
+            repeats = 1
+    b, kn, g = f.size(f.batch), f.size(f.heads) // repeats, f.size(f.groups) * repeats
+    t, s = f.sizes[f.query], f.sizes[f.key]
+    h = math.prod(product.ins[0].shape[i] for i in contract[0])
+    e = math.prod(second.ins[1 - side].shape[i] for i in v_free)
+    q_order = [q_axes[a] for a in (*f.batch, *f.heads, *f.groups, f.query)] + [*contract[1 - of_key]]
+    k_order = [k_axes[a] for a in (*f.batch, *f.heads, f.key)] + [*contract[of_key]]
+    v_order = [v_axes[a] for a in (*f.batch, *f.heads) if a in v_axes] + [v_key, *v_free]
+    factor = q.factor * k.factor
+    at = Positions(f.query, f.key, t, s)
+    seen, lens, masks = _masks(scores, f, at)
+    mod, operands = None, []
+    if scores.rest is not None:
+        mod, operands = score_mod(scores.rest, scores.rest_factor, product.outs[0], dims_of)
+    for side_ in (*scores.biases, *operands, *masks):
+        if {d for d in side_.dims if d is not None} - {*range(len(f.sizes))}:
+            raise Unclear("an array meets the scores along an axis that they do not have")
+    sides = [*scores.biases, *operands, *masks, *([lens] if lens else [])]
+    extra = (len(scores.biases), len(operands), len(masks))
+    inputs = [q.value, k.value, v.value, *(x.value for x in sides)]
+
+    def emit(*arrays: Any) -> Any:
+        qa = q.arranged(arrays[0], q_order, (b, kn * g, t, h))
+        ka = k.arranged(arrays[1], k_order, (b, kn, s, h))
+        va = v.arranged(arrays[2], v_order, (b, kn, s, e))
+        rest = [_to_scores(x, side_, f) for x, side_ in zip(arrays[3:], sides, strict=True)]
+        nb, no, nm = extra
+        bias = _added(rest[:nb], scores.biases)
+        mods, mask = rest[nb : nb + no], None
+        for x, side_ in zip(rest[nb + no : nb + no + nm], masks, strict=True):
+            one = (x != 0) ^ side_.negated if side_.value.dtype == bool else x == 0
+            mask = one if mask is None else mask & one
+        count = None
+        if lens is not None:
+            count = jnp.broadcast_to(rest[-1].reshape(-1), (b,)) + int(lens.factor)
+            count = jnp.clip(count, 0, s).astype("int32")
+        scale = factor * (1.0 if mod is not None else scores.scale)
+        given = dict(bias=bias, mask=mask, scale=scale, heads_first=True)
+        if seen is not None:
+            given |= _band_arguments(seen)
+        if count is not None:
+            given |= {"key_value_seq_lengths": count}
+        if mod is not None:
+            given |= {"score_mod": mod, "score_mod_operands": tuple(mods)}
+        out = dot_product_attention(qa, ka, va, **given)
+        if count is not None:
+            blank = jnp.nan if scores.infinite else jnp.repeat(va.mean(2, keepdims=True), g, 1)
+            out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
+        return _from_heads(out.astype(last.dtype), f, out_dims, second, v_free, side, last)
+
+    kinds = [] if seen is None else ["causal" if seen.right == 0 else "a band"]
+    kinds += ["lengths"] * (lens is not None) + ["a mask"] * bool(masks)
+    kinds += ["a bias"] * bool(scores.biases) + ["a score_mod"] * (mod is not None)
+    what = f"{dtype} q [{b}, {kn * g}, {t}, {h}], k [{b}, {kn}, {s}, {h}]"
+    what += f", {', '.join(kinds)}" if kinds else ""
+    return Region("attention", equations, inputs, last, emit, what)
+
+
+def _axes_of(product: Equation, side: int) -> dict[int, int]:
+    """Axis of the scores -> dimension of an operand of their product."""
+    contract, batch = product.params["dimension_numbers"]
+    shapes = [v.shape for v in product.ins]
+    free = [
+        [i for i in range(len(shapes[k])) if i not in (*contract[k], *batch[k])] for k in (0, 1)
+    ]
+    start = len(batch[0]) + (len(free[0]) if side else 0)
+    return {**dict(enumerate(batch[side])), **{start + i: d for i, d in enumerate(free[side])}}
+
+
+def _axes_of_values(
+    second: Equation, side: int, follower: _Follower
+) -> tuple[dict[int, int], int, list[int]]:
+    contract, batch = second.params["dimension_numbers"]
+    state, other = follower.states[second.ins[side]], 1 - side
+    pairs = zip(batch[side], batch[other], strict=True)
+    axes = {state.dims[i]: j for i, j in pairs if state.dims[i] is not None}
+    free = [
+        i
+        for i in range(len(second.ins[other].shape))
+        if i not in (*contract[other], *batch[other])
+    ]
+    return axes, contract[other][0], free
+
+
+def _masks(scores: Scores, f: _Found, at: Positions) -> tuple[Seen | None, Side | None, list[Side]]:
+    seen, lens, left = None, None, []
+    for mask in scores.masks:
+        for one in conjuncts(mask):
+            if {d for d in one.dims if d is not None} - {*range(len(f.sizes))}:
+                raise Unclear("a mask varies along an axis that the scores do not have")
+            if is_known(one.value):
+                fits = band(one, at)
+                if fits == Seen():
+                    continue
+                if fits is not None and seen is None:
+                    seen = fits
+                    continue
+                if fits is not None and seen is not None:
+                    both = _both(seen, fits)
+                    if both is not None:
+                        seen = both
+                        continue
+            elif lens is None:
+                lens = lengths(one, at, frozenset(f.batch))
+                if lens is not None:
+                    continue
+            left.append(one)
+    return seen, lens, left
+
+
+def _both(a: Seen, b: Seen) -> Seen | None:
+    """Two bands at once."""
+    if a.bottom_right != b.bottom_right:
+        return None
+    least = lambda x, y: y if x is None else x if y is None else min(x, y)  # noqa: E731
+    return Seen(least(a.left, b.left), least(a.right, b.right), a.bottom_right)
+
+
+def _band_arguments(seen: Seen) -> dict[str, Any]:
+    given: dict[str, Any] = {"bottom_right": seen.bottom_right}
+    if seen.right == 0:
+        given["is_causal"] = True
+        if seen.left is not None:
+            given["local_window_size"] = (seen.left - 1, 0)
+    else:
+        most = 2**30
+        left = most if seen.left is None else seen.left - 1
+        given["local_window_size"] = (left, most if seen.right is None else seen.right)
+    return given
+
+
+def _to_scores(x: Any, side: Side, f: _Found) -> Any:
+    """An array that meets the scores, as (B, N, T, S) or 1 in each place."""
+    axes = [d for d in side.dims if d is not None]
+    x = x[tuple(slice(None) if d is not None else 0 for d in side.dims)]
+    order = (*f.batch, *f.heads, *f.groups, f.query, f.key)
+    places = sorted(range(len(axes)), key=lambda i: order.index(axes[i]))
+    x = jnp.transpose(x, places)
+    x = x.reshape([f.sizes[a] if a in axes else 1 for a in order])
+    shape = []
+    at = 0
+    for group in (f.batch, (*f.heads, *f.groups)):
+        part = x.shape[at : at + len(group)]
+        if any(n != 1 for n in part):
+            full = [f.sizes[a] for a in group]
+            x = jnp.broadcast_to(x, (*x.shape[:at], *full, *x.shape[at + len(group) :]))
+            shape.append(math.prod(full))
+        else:
+            shape.append(1)
+        at += len(group)
+    return x.reshape((*shape, *x.shape[at:]))
+
+
+def _added(arrays: list[Any], sides: list[Side]) -> Any:
+    total = None
+    for x, side in zip(arrays, sides, strict=True):
+        x = x * jnp.asarray(side.factor, x.dtype) if side.factor != 1 else x
+        total = x if total is None else total + x
+    return total
+
+
+def _from_heads(
+    out: Any, f: _Found, dims: Dims, second: Equation, v_free: list[int], side: int, last: Value
+) -> Any:
+    """(B, N, T, E) as the dimensions of the value that it replaces."""
+    ends = [second.ins[1 - side].shape[i] for i in v_free]
+    axes: list[Any] = [*f.batch, *f.heads, *f.groups, f.query, *(("E", j) for j in range(len(ends)))]
+    sizes = [f.sizes[a] if not isinstance(a, tuple) else ends[a[1]] for a in axes]
+    out = out.reshape(sizes)
+    order = [axes.index(d) for d in dims if d is not None]
+    rest = [i for i in range(len(axes)) if i not in order]
+    return jnp.transpose(out, (*rest, *order)).reshape(last.shape)

@@ -1,0 +1,126 @@
+"""Whether cuDNN runs a region: decided while the function is traced, for the forward alone, and for
+forward and backward together where the region is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.custom_derivatives import SymbolicZero
+
+from .._core import auto, compat, context
+from .._core.errors import JaxCudnnError
+from .._core.graph.spec import GraphSpec
+from .._core.planning import placement
+from .._core.planning.deviceless.profiles import Profile
+from .._core.plans.collect import in_jaxpr
+from .._core.plans.support import default_devices
+from .._core.cuda import CudaDevice
+from .program import Program, Region
+
+Site = Profile | CudaDevice
+
+
+def site() -> Site | None:
+    """The GPU that a function is traced for: the target, else JAX's default device; None where
+    that is no NVIDIA GPU."""
+    devices = [] if context.targeted() else default_devices()
+    if not context.targeted() and not any(map(compat.is_cuda, devices)):
+        return None
+    return context.site(devices, "accelerate")
+
+
+def decide(program: Program, where: Site) -> None:
+    """Keeps the regions that cuDNN runs, as functions that decide again when differentiated."""
+    for region in program.regions:
+        _decide(region, where)
+    program.regions = [region for region in program.regions if not region.outcome]
+    for equation in program.equations:
+        for inner in equation.inner.values():
+            decide(inner, where)
+
+
+def _decide(region: Region, where: Site) -> None:
+    avals = [value.aval for value in region.inputs]
+    try:
+        fused = jax.make_jaxpr(region.emit)(*avals)
+    except JaxCudnnError as error:
+        region.outcome = error.summary
+        return
+    region.outcome = refusal(fused, where)
+    region.emit = _either(region.original, jax.core.jaxpr_as_fun(fused), where)
+
+
+def _either(
+    original: Callable[..., Any], fused: Callable[..., Any], where: Site
+) -> Callable[..., Any]:
+    """The fused function, whose derivative is that of the original equations where cuDNN does not
+    run forward and backward."""
+
+    @jax.custom_jvp
+    def region(*operands: Any) -> Any:
+        return fused(*operands)[0]
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def along(function: Callable[..., Any]) -> Callable[..., Any]:
+            def of(*given: Any) -> Any:
+                operands = [*primals]
+                for i, x in zip(moving, given, strict=True):
+                    operands[i] = x
+                return function(*operands)
+
+            return of
+
+        given = [primals[i] for i in moving]
+        avals = [jax.typeof(x) for x in primals]
+        pair = _pair(lambda *x: fused(*x)[0], avals, moving)
+        function = original if refusal(pair, where) else (lambda *x: fused(*x)[0])
+        return jax.jvp(along(function), given, [tangents[i] for i in moving])
+
+    region.defjvp(rule, symbolic_zeros=True)
+    return region
+
+
+def _pair(function: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int]) -> Any:
+    """The jaxpr of a function and of its gradient."""
+
+    def both(*operands: Any) -> Any:
+        def of(*given: Any) -> Any:
+            everything = [*operands]
+            for i, x in zip(moving, given, strict=True):
+                everything[i] = x
+            return function(*everything)
+
+        out, pull = jax.vjp(of, *(operands[i] for i in moving))
+        return out, pull(out)
+
+    return jax.make_jaxpr(both)(*avals)
+
+
+def refusal(jaxpr: Any, where: Site) -> str:
+    """Why cuDNN does not run the products and normalizations of a jaxpr's graphs; else empty."""
+    for name, spec in in_jaxpr(compat.live_program(jaxpr)[0]):
+        why = _refused(spec, where, name)
+        if why:
+            return why
+    return ""
+
+
+def _refused(spec: GraphSpec, where: Site, name: str) -> str:
+    if spec.xla_only:
+        return "; ".join(str(spec.xla_only).splitlines()) or "XLA runs it"
+    try:
+        # Processes of a job trace alike, and none may measure what the others do not.
+        several = jax.process_count() > 1
+        plan = placement.decide(spec, where, name) if several else None
+        segments = plan or auto.place(spec, where, name).segments
+    except JaxCudnnError as error:
+        return error.summary
+    for segment in segments:
+        if segment.plan is None and any(call.node.anchor for call in segment.spec.calls):
+            return segment.reason or "XLA is faster"
+    return ""

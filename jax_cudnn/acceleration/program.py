@@ -1,0 +1,338 @@
+"""A jaxpr as a graph of values: calls are seen through, and regions are replaced by functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from .._core import compat
+
+CUSTOM = "custom_jvp_call"
+
+
+class Value:
+    """A variable or a literal. Variables that a call hands through are one value.
+
+    ``made_by``: its equation; None for inputs, constants and literals. ``known``: the array of a
+    constant or a literal. ``outside``: the equal value of the program around. ``varies``: along
+    which dimensions its elements differ (see :func:`.known.varies`).
+    """
+
+    __slots__ = ("aval", "known", "made_by", "outside", "users", "varies")
+
+    def __init__(self, aval: Any, known: Any = None, outside: Value | None = None) -> None:
+        self.aval, self.known, self.outside = aval, known, outside
+        self.made_by: Equation | None = None
+        self.varies: tuple[bool, ...] | None = None
+        self.users: list[Equation] = []
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+
+@dataclass(eq=False)
+class Equation:
+    """An equation that runs as a whole, or one whose jaxprs are programs of their loops and
+    branches."""
+
+    jaxpr: Any
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value]
+    calls: tuple[Call, ...]
+    at: int
+    inner: dict[tuple[str, int | None], Program] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+
+@dataclass(eq=False)
+class Call:
+    """A call whose equations stand in the program that calls."""
+
+    jaxpr: Any
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value]
+    body: list[Equation | Call]
+
+
+@dataclass(eq=False)
+class Region:
+    """Equations with one result, which ``emit(*inputs)`` computes instead."""
+
+    kind: str
+    equations: set[Equation]
+    inputs: list[Value]
+    output: Value
+    emit: Callable[..., Any]
+    what: str = ""
+    outcome: str = ""
+
+    @property
+    def last(self) -> Equation:
+        assert self.output.made_by is not None
+        return self.output.made_by
+
+    @functools.cached_property
+    def original(self) -> Callable[..., Any]:
+        """The equations as a function of the inputs."""
+        order = sorted(self.equations, key=lambda e: e.at)
+
+        def run(*arrays: Any) -> Any:
+            env = dict(zip(self.inputs, arrays, strict=True))
+            for equation in order:
+                results = bound(equation.jaxpr, equation.eqn, [_read(env, v) for v in equation.ins])
+                env.update(zip(equation.outs, results, strict=True))
+            return env[self.output]
+
+        return run
+
+
+class Program:
+    """The equations of a jaxpr, in order, with those of the calls inside."""
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], outside: Sequence[Value | None]) -> None:
+        self.jaxpr = jaxpr
+        self.equations: list[Equation] = []
+        self.regions: list[Region] = []
+        env: dict[Any, Value] = {}
+        for variable, const in zip(jaxpr.constvars, consts, strict=True):
+            array = None if isinstance(const, jax.core.Tracer) else const
+            env[variable] = Value(variable.aval, known=array)
+        given = outside or [None] * len(jaxpr.invars)
+        for variable, around in zip(jaxpr.invars, given, strict=True):
+            env[variable] = Value(variable.aval, outside=around)
+        self.inputs = [env[v] for v in (*jaxpr.constvars, *jaxpr.invars)]
+        self.body = self._flat(jaxpr, env, ())
+        self.outs = [_value(env, v) for v in jaxpr.outvars]
+
+    def _flat(self, jaxpr: Any, env: dict, calls: tuple[Call, ...]) -> list[Equation | Call]:
+        body: list[Equation | Call] = []
+        for eqn in jaxpr.eqns:
+            ins = [_value(env, v) for v in eqn.invars]
+            seen = _seen_through(eqn)
+            if seen is None:
+                item = Equation(jaxpr, eqn, ins, [Value(v.aval) for v in eqn.outvars], calls, 0)
+                item.inner = _inner(item)
+                item.at = len(self.equations)
+                self.equations.append(item)
+                for value in ins:
+                    value.users.append(item)
+                for value in item.outs:
+                    value.made_by = item
+            else:
+                item = Call(jaxpr, eqn, ins, [], [])
+                inner, consts = seen
+                held = {
+                    v: Value(v.aval, known=None if isinstance(c, jax.core.Tracer) else c)
+                    for v, c in zip(inner.constvars, consts, strict=True)
+                }
+                held |= dict(zip(inner.invars, ins, strict=True))
+                item.body = self._flat(inner, held, (*calls, item))
+                item.outs = [_value(held, v) for v in inner.outvars]
+            env.update(zip(eqn.outvars, item.outs, strict=True))
+            body.append(item)
+        return body
+
+    # -- with regions replaced -------------------------------------------------------------------
+
+    @property
+    def holds_regions(self) -> bool:
+        return bool(self.regions) or any(
+            p.holds_regions for e in self.equations for p in e.inner.values()
+        )
+
+    def all_regions(self) -> Iterator[Region]:
+        yield from self.regions
+        for equation in self.equations:
+            for program in equation.inner.values():
+                yield from program.all_regions()
+
+    def used_outside(self, region: set[Equation], value: Value) -> bool:
+        """Whether a value is read by other equations than these, or is a result."""
+        return value in self.outs or any(user not in region for user in value.users)
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """The results, for constants and inputs. An equation that only a replaced one needed is
+        left out; every other one runs as it stands."""
+        env = dict(zip(self.inputs, arrays, strict=True))
+        ends = {region.last: region for region in self.regions}
+        gone = {e for region in self.regions for e in region.equations}
+        before, after = self._needed({}, set()), self._needed(ends, gone)
+        opened = self._opened(before - after)
+        self._run(self.body, env, ends, gone | (before - after), opened)
+        return [_read(env, v) for v in self.outs]
+
+    def _opened(self, left_out: set[Equation]) -> set[Call]:
+        """The calls of which a part is replaced, or a value inside is read."""
+        touched = {e for region in self.regions for e in region.equations} | left_out
+        for region in self.regions:
+            touched |= {v.made_by for v in region.inputs if v.made_by is not None}
+        return {call for equation in touched for call in equation.calls}
+
+    def _needed(self, ends: dict[Equation, Region], gone: set[Equation]) -> set[Equation]:
+        wanted = {*self.outs}
+        needed: set[Equation] = set()
+        for equation in reversed(self.equations):
+            region = ends.get(equation)
+            if region is not None:
+                if region.output in wanted:
+                    wanted |= {*region.inputs}
+                    needed.add(equation)
+            elif equation not in gone and (
+                equation.eqn.effects or any(v in wanted for v in equation.outs)
+            ):
+                wanted |= {*equation.ins}
+                needed.add(equation)
+        return needed
+
+    def _run(self, body: Any, env: dict, ends: Any, gone: set[Equation], opened: set[Call]) -> None:
+        for item in body:
+            if isinstance(item, Call) and item in opened:
+                self._run(item.body, env, ends, gone, opened)
+            elif isinstance(item, Equation) and item in ends:
+                region = ends[item]
+                given = [_read(env, v) for v in region.inputs]
+                with jax.named_scope(_scope(item)):
+                    made = region.emit(*given)
+                env[region.output] = _as_aval(made, region.output.aval)
+            elif isinstance(item, Call) or item not in gone:
+                values = [_read(env, v) for v in item.ins]
+                if isinstance(item, Equation) and any(p.holds_regions for p in item.inner.values()):
+                    made = _rewritten(item, values)
+                else:
+                    made = bound(item.jaxpr, item.eqn, values)
+                env.update(zip(item.outs, made, strict=True))
+
+
+def _scope(equation: Equation) -> str:
+    """Where the user's names put an equation, for profiles."""
+    parts = [str(call.eqn.source_info.name_stack) for call in equation.calls]
+    return "/".join(filter(None, [*parts, str(equation.eqn.source_info.name_stack)])) or "attention"
+
+
+def bound(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation, under its names and settings."""
+    variables = [*dict.fromkeys(v for v in eqn.invars if not hasattr(v, "val"))]
+    given = {v: x for v, x in zip(eqn.invars, values, strict=True) if not hasattr(v, "val")}
+    outs = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    piece = jaxpr.replace(constvars=[], invars=variables, outvars=outs, eqns=[eqn])
+    made = dict(zip(outs, jax.core.eval_jaxpr(piece, (), *given.values()), strict=True))
+    return [made.get(v) for v in eqn.outvars]
+
+
+def _value(env: dict, variable: Any) -> Value:
+    if hasattr(variable, "val"):
+        return Value(variable.aval, known=variable.val)
+    return env[variable]
+
+
+def _read(env: dict, value: Value) -> Any:
+    return env[value] if value in env else value.known
+
+
+def _as_aval(x: Any, aval: Any) -> Any:
+    """An array of the type of the value that it replaces."""
+    if x.shape != aval.shape:
+        x = jnp.reshape(x, aval.shape)
+    return compat.converted(x, aval.dtype, aval.weak_type)
+
+
+# -- equations with jaxprs inside ------------------------------------------------------------------
+
+
+def _seen_through(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr of a call that says nothing of its own about where and how it runs; and that of
+    JAX's own functions with a derivative, as relu and softmax."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("jit", "pjit", "closed_call", "core_call"):
+        closed = params.get("jaxpr", params.get("call_jaxpr"))
+        plain = compat.is_plain_call(params)
+    elif name == CUSTOM:
+        closed = params["call_jaxpr"]
+        plain = compat.is_own_derivative(closed)
+    else:
+        return None
+    if not plain or any(hasattr(v.aval, "inner_aval") for v in eqn.invars):
+        return None
+    return closed.jaxpr, closed.consts
+
+
+def _inner(equation: Equation) -> dict[tuple[str, int | None], Program]:
+    """The programs of a loop, of branches, of what is computed again or on each device."""
+    params, ins = equation.params, equation.ins
+
+    def of(key: str, outside: Sequence[Value | None], index: int | None = None) -> None:
+        jaxpr = params[key] if index is None else params[key][index]
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        same = [
+            v if v is not None and v.aval.shape == x.aval.shape else None
+            for v, x in zip(outside, inner.invars, strict=True)
+        ]
+        found[key, index] = Program(inner, getattr(jaxpr, "consts", ()), same)
+
+    found: dict[tuple[str, int | None], Program] = {}
+    match equation.name:
+        case "scan":
+            fixed, _ = compat.scan_sizes(params)
+            of("jaxpr", [*ins[:fixed], *[None] * (len(ins) - fixed)])
+        case "while":
+            test, body = params["cond_nconsts"], params["body_nconsts"]
+            carried = len(ins) - test - body
+            of("body_jaxpr", [*ins[test : test + body], *[None] * carried])
+        case "cond":
+            for i in range(len(params["branches"])):
+                of("branches", ins[1:], i)
+        case "checkpoint" | "remat" | "remat2" | "shard_map" | "jit" | "pjit":
+            of("jaxpr", ins)
+    return found
+
+
+def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
+    """The results of an equation with the regions of its programs replaced."""
+    params = dict(equation.params)
+    if equation.name == "shard_map":
+        names = ("mesh", "in_specs", "out_specs", "check_vma")
+        given = {name: params[name] for name in names}
+        manual = frozenset(compat.manual_axes(params))
+        (program,) = equation.inner.values()
+        run = jax.shard_map(lambda *x: tuple(program.run(*x)), axis_names=manual, **given)
+        return [*run(*values)]
+    if equation.name in ("checkpoint", "remat", "remat2"):
+        (program,) = equation.inner.values()
+        given = {name: params[name] for name in ("policy", "prevent_cse")}
+        return [*jax.checkpoint(lambda *x: tuple(program.run(*x)), **given)(*values)]
+    for (key, index), program in equation.inner.items():
+        if program.holds_regions:
+            was = params[key] if index is None else params[key][index]
+            made = jax.make_jaxpr(program.run)(*(v.aval for v in program.inputs))
+            held = len(was.consts)
+            jaxpr, consts = made.jaxpr, [*made.consts, *was.consts]
+            front, inputs = jaxpr.invars[:held], jaxpr.invars[held:]
+            jaxpr = jaxpr.replace(constvars=[*jaxpr.constvars, *front], invars=inputs)
+            closed = was.replace(jaxpr=jaxpr, consts=consts)
+            if index is None:
+                params[key] = closed
+            else:
+                several = [*params[key]]
+                several[index] = closed
+                params[key] = tuple(several)
+    return bound(equation.jaxpr, equation.eqn.replace(params=params), values)

@@ -1,0 +1,402 @@
+"""What stands between the scores and their softmax: scale, bias, masks, a function of the scores.
+
+A mask is recognised by its values: one that is made of positions and constants is computed and
+compared with a band, one that compares positions with lengths of the batch elements becomes lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .known import ELEMENTWISE, array, is_known, rows, varies
+from .program import Equation, Value
+
+Dims = tuple[Any, ...]
+"""For each dimension of an array the axis of the scores along which it varies, or None."""
+
+HIDING = -1e4
+"""A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
+LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+_CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision")
+
+
+class Unclear(Exception):
+    """Why equations are not attention that can be replaced, and what to change."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """An array that meets the scores, and along which of their axes it varies."""
+
+    value: Value
+    dims: Dims
+    factor: float = 1.0
+    negated: bool = False
+
+
+@dataclass
+class Scores:
+    """``softcap``-like function of the scaled scores, plus biases, under masks; or -inf."""
+
+    scale: float = 1.0
+    biases: list[Side] = field(default_factory=list)
+    masks: list[Side] = field(default_factory=list)
+    infinite: bool = False
+    """Whether hidden scores are -inf, so that a query that sees no key has no result."""
+    rest: Value | None = None
+    """What is left, as a function of the product."""
+    rest_factor: float = 1.0
+
+
+def moved(equation: Equation, dims: Dims) -> Dims | None:
+    """The dims of the result of an operation that moves dimensions; None if it mixes them."""
+    operand, result = equation.ins[0], equation.outs[0]
+    match equation.name:
+        case "transpose":
+            return tuple(dims[axis] for axis in equation.params["permutation"])
+        case "broadcast_in_dim":
+            new: list[Any] = [None] * len(result.shape)
+            places = zip(equation.params["broadcast_dimensions"], operand.shape, dims, strict=True)
+            for axis, size, dim in places:
+                new[axis] = dim if size == result.shape[axis] else None
+            return tuple(new)
+        case "reshape" | "squeeze" | "expand_dims":
+            wide = [(n, d) for n, d in zip(operand.shape, dims, strict=True) if n != 1]
+            if [n for n, _ in wide] != [n for n in result.shape if n != 1]:
+                return None
+            left = iter(wide)
+            return tuple(next(left)[1] if n != 1 else None for n in result.shape)
+    return None
+
+
+def narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:
+    """The array before it was broadcast, and its dims. ``dims``: the axis of the scores at each
+    dimension; where the array is as large as one element, it varies along none."""
+    dims = tuple(d if n != 1 else None for d, n in zip(dims, value.shape, strict=True))
+    while (made := value.made_by) is not None:
+        operand = made.ins[0] if made.ins else None
+        if made.name == "broadcast_in_dim":
+            assert operand is not None
+            axes, sizes = made.params["broadcast_dimensions"], operand.shape
+            dims = tuple(dims[a] if n != 1 else None for a, n in zip(axes, sizes, strict=True))
+        elif made.name in ("reshape", "squeeze", "expand_dims"):
+            assert operand is not None
+            wide = [n for n in value.shape if n != 1]
+            if [n for n in operand.shape if n != 1] != wide:
+                break
+            left = iter(d for d, n in zip(dims, value.shape, strict=True) if n != 1)
+            dims = tuple(next(left) if n != 1 else None for n in operand.shape)
+        elif made.name == "transpose":
+            assert operand is not None
+            old = [None] * len(dims)
+            for axis, source in enumerate(made.params["permutation"]):
+                old[source] = dims[axis]
+            dims = tuple(old)
+        else:
+            break
+        value = operand
+    return value, tuple(d if v else None for d, v in zip(dims, varies(value), strict=True))
+
+
+def number(value: Value) -> float | None:
+    """A value that is one known number in all places."""
+    if any(varies(value)) or not is_known(value):
+        return None
+    return float(array(value).reshape(()).astype("float64"))
+
+
+def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
+    """What ``z`` is as a function of ``product``. Raises Unclear."""
+    found, value, factor = Scores(), z, 1.0
+
+    def side(v: Value) -> Side:
+        small, dims = narrowed(v, dims_of[value] if v.shape else ())
+        return Side(small, dims, factor)
+
+    while value is not product:
+        made = value.made_by
+        assert made is not None
+        inner = [v for v in made.ins if v in dims_of]
+        if made.name in (*_CASTS, *LAYOUT):
+            value = made.ins[0]
+            continue
+        if len(inner) != 1:
+            break
+        (below,) = inner
+        others = [v for v in made.ins if v is not below]
+        known = number(others[0]) if len(others) == 1 else None
+        if made.name == "neg":
+            factor = -factor
+        elif made.name == "mul" and known is not None:
+            factor *= known
+        elif made.name == "div" and known and made.ins[0] is below:
+            factor /= known
+        elif made.name in ("add", "sub", "add_any"):
+            sign = -1.0 if made.name == "sub" and made.ins[1] is not below else 1.0
+            if made.name == "sub" and made.ins[1] is below:
+                raise_if_hiding = side(made.ins[0])
+                found.biases.append(raise_if_hiding)
+                factor = -factor
+            else:
+                (other,) = others
+                added = side(other)
+                mask = _hiding_bias(added) if sign > 0 and factor > 0 else None
+                if mask is not None:
+                    found.masks.append(mask[0])
+                    found.infinite |= mask[1]
+                elif known != 0:
+                    found.biases.append(Side(added.value, added.dims, added.factor * sign))
+        elif made.name == "select_n" and len(made.ins) == 3 and made.ins[0] is not below:
+            hidden = made.ins[1] if made.ins[2] is below else made.ins[2]
+            least = number(hidden)
+            if least is None or not least * factor <= HIDING:
+                break
+            found.infinite |= math.isinf(least)
+            which = side(made.ins[0])
+            found.masks.append(Side(which.value, which.dims, negated=made.ins[2] is not below))
+        elif made.name == "max" and known is not None and known <= HIDING:
+            pass
+        else:
+            break
+        value = below
+    if value is product:
+        found.scale = factor
+    else:
+        found.rest, found.rest_factor = value, factor
+    return found
+
+
+def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
+    """The mask that a bias of zeros and large negative numbers is; None for other biases."""
+    value, dims = side.value, side.dims
+    while (made := value.made_by) is not None and made.name in _CASTS:
+        value, dims = narrowed(made.ins[0], dims)
+    if made is not None and made.name == "select_n" and len(made.ins) == 3:
+        numbers = [number(v) for v in made.ins[1:]]
+        low = [n is not None and n * side.factor <= HIDING for n in numbers]
+        if None not in numbers and sorted(low) == [False, True] and 0 in numbers:
+            which, dims = narrowed(made.ins[0], dims)
+            infinite = any(math.isinf(n) for n in numbers if n is not None)
+            return Side(which, dims, negated=low[1]), infinite
+    if is_known(value):
+        if not any(varies(value)):
+            return None
+        lowest = -math.inf
+        for _, block in rows(value, varies(value).index(True)):
+            seen = block.astype("float32") * side.factor
+            if not np.all((seen == 0) | (seen <= HIDING)):
+                return None
+            if np.any(seen < 0):
+                lowest = max(lowest, float(seen[seen < 0].max()))
+        return Side(value, dims, side.factor), lowest == -math.inf  # True where it is 0
+    return None
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def conjuncts(mask: Side) -> Iterator[Side]:
+    """The conditions that must all hold where a mask is True."""
+    value, dims = narrowed(mask.value, mask.dims)
+    made = value.made_by
+    if made is not None:
+        if made.name == "and" and not mask.negated:
+            for v in made.ins:
+                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ())))
+            return
+        if made.name == "or" and mask.negated:
+            for v in made.ins:
+                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ()), negated=True))
+            return
+        if made.name == "not":
+            yield from conjuncts(Side(made.ins[0], dims, negated=not mask.negated))
+            return
+        if made.name in ("gt", "ne") and number(made.ins[1]) == 0:
+            was, at = narrowed(made.ins[0], dims)
+            while (cast := was.made_by) is not None and cast.name in _CASTS:
+                was, at = narrowed(cast.ins[0], at)
+            if was.dtype == bool:
+                yield from conjuncts(Side(was, at, negated=mask.negated))
+                return
+        if made.name in ("convert_element_type", "copy") and made.ins[0].dtype == bool:
+            yield from conjuncts(Side(made.ins[0], dims, negated=mask.negated))
+            return
+    yield Side(value, dims, mask.factor, mask.negated)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The axes of queries and keys among those of the scores, and their sizes."""
+
+    query: int
+    key: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A band of keys that a query sees: up to ``right`` after and fewer than ``left`` before its
+    own position, which is counted from the end if ``bottom_right``; None for all."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+
+def _truth(side: Side) -> Callable[[np.ndarray], np.ndarray]:
+    if side.value.dtype == bool:
+        return np.logical_not if side.negated else (lambda x: x)
+    return lambda x: x == 0  # of a bias
+
+
+def band(side: Side, at: Positions) -> Seen | None:
+    """The band that a known mask of queries and keys is; None for other masks."""
+    if {d for d in side.dims if d is not None} - {at.query, at.key}:
+        return None
+    truth, axes = _truth(side), [d for d in side.dims if d is not None]
+    first = np.empty(at.queries, np.int64)
+    last = np.empty(at.queries, np.int64)
+    if at.query in axes:
+        blocks: Any = rows(side.value, side.dims.index(at.query))
+    else:
+        blocks = [(0, array(side.value))]
+    for start, block in blocks:
+        block = truth(block)
+        if at.query in axes and at.key in axes:
+            if axes == [at.key, at.query]:
+                block = block.reshape(at.keys, -1).T
+            block = block.reshape(-1, at.keys)
+        else:
+            block = block.reshape((-1, 1) if at.query in axes else (1, -1))
+        block = np.broadcast_to(block, (block.shape[0], at.keys))
+        count = block.sum(1)
+        if not count.all():
+            return None
+        low, high = block.argmax(1), at.keys - 1 - block[:, ::-1].argmax(1)
+        if np.any(high - low + 1 != count):
+            return None
+        end = start + len(block) if at.query in axes else at.queries
+        first[start:end], last[start:end] = low, high
+    return _fitted(first, last, at)
+
+
+def _fitted(first: np.ndarray, last: np.ndarray, at: Positions) -> Seen | None:
+    query = np.arange(at.queries)
+    for bottom_right in (False, True) if at.queries != at.keys else (False,):
+        own = query + (at.keys - at.queries if bottom_right else 0)
+        right = left = None
+        inside = last < at.keys - 1
+        if inside.any():
+            right = int((last - own)[inside][0])
+        inside = first > 0
+        if inside.any():
+            left = int((own - first)[inside][0]) + 1
+        if (right is not None and right < 0) or (left is not None and left < 1):
+            continue
+        high = at.keys - 1 if right is None else np.minimum(own + right, at.keys - 1)
+        low = 0 if left is None else np.maximum(own - left + 1, 0)
+        if np.array_equal(np.broadcast_to(high, last.shape), last) and np.array_equal(
+            np.broadcast_to(low, first.shape), first
+        ):
+            return Seen(left, right, bottom_right and (left, right) != (None, None))
+    return None
+
+
+def lengths(side: Side, at: Positions, batch: frozenset[int]) -> Side | None:
+    """The number of keys of each batch element, where a mask is ``position < length``."""
+    made = side.value.made_by
+    if made is None or made.name not in ("lt", "gt", "le", "ge") or side.value.dtype != bool:
+        return None
+    operands = [narrowed(v, side.dims if v.shape else ()) for v in made.ins]
+    kinds = [{d for d in dims if d is not None} for _, dims in operands]
+    for i, (position, length) in enumerate((operands, operands[::-1])):
+        along, of = kinds[i], kinds[1 - i]
+        if along != {at.key} or not of <= batch or not is_known(position[0]):
+            continue
+        if is_known(length[0]) or not np.issubdtype(length[0].dtype, np.integer):
+            continue
+        places = array(position[0]).reshape(-1)  # it varies along the keys alone
+        if not np.array_equal(places, np.arange(at.keys)):
+            continue
+        name = made.name if i == 0 else {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}[made.name]
+        if side.negated:
+            name = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}[name]
+        if name in ("lt", "le"):  # position < length, position <= last
+            return Side(*length, factor=0.0 if name == "lt" else 1.0)  # what to add
+    return None
+
+
+# -- the rest, as a score_mod ----------------------------------------------------------------------
+
+
+def score_mod(
+    rest: Value, factor: float, product: Value, dims_of: Mapping[Value, Dims]
+) -> tuple[Callable[..., Any], list[Side]]:
+    """``f(score, b, h, q, kv, *operands)`` that computes ``factor * rest``, and its operands."""
+    chain = _chain(rest, product, dims_of)
+    sides: dict[Value, int] = {}
+    operands: list[Side] = []
+    constants: dict[Value, float] = {}
+    for equation in chain:
+        for v in equation.ins:
+            if v in dims_of or v in sides or v in constants:
+                continue
+            one = number(v)
+            if one is not None:
+                constants[v] = one
+                continue
+            dims = dims_of[equation.outs[0]] if v.shape else ()
+            sides[v] = len(operands)
+            operands.append(Side(*narrowed(v, dims)))
+
+    def modified(score: Any, b: Any, h: Any, q: Any, kv: Any, *arrays: Any) -> Any:
+        env: dict[Value, Any] = {product: score}
+        for equation in chain:
+            name, out = equation.name, equation.outs[0]
+            if name in LAYOUT or (name in _CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
+                env[out] = env[equation.ins[0]]
+                continue
+            given = []
+            for v in equation.ins:
+                if v in env:
+                    given.append(env[v])
+                elif v in constants:
+                    kind = _wide(v.dtype)
+                    given.append(jnp.asarray(constants[v], kind))
+                else:
+                    given.append(arrays[sides[v]])
+            given = jnp.broadcast_arrays(*given)
+            params = equation.params
+            made = equation.eqn.primitive.bind(*given, **params)
+            env[out] = made
+        return env[rest] * factor if factor != 1 else env[rest]
+
+    return modified, operands
+
+
+def _wide(dtype: Any) -> Any:
+    return "float32" if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _chain(rest: Value, product: Value, dims_of: Mapping[Value, Dims]) -> list[Equation]:
+    found: set[Equation] = set()
+    todo = [rest]
+    while todo:
+        value = todo.pop()
+        if value is product or value not in dims_of:
+            continue
+        made = value.made_by
+        assert made is not None
+        if made not in found:
+            if made.name not in (*ELEMENTWISE, *LAYOUT):
+                raise Unclear(f"{made.name} between the scores and their softmax")
+            found.add(made)
+            todo += made.ins
+    return sorted(found, key=lambda e: e.at)
