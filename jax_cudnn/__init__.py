@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.plans.tune import tune as tune
     from ._core.plans.warmup import warmup as warmup
     from ._core.settings import configure as configure
+    from .acceleration.api import accelerate as accelerate
     from .interop import Graph as Graph
     from .interop import from_pygraph as from_pygraph
     from .interop import graph_cache as graph_cache

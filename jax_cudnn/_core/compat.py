@@ -177,6 +177,20 @@ def converted(x: Any, dtype: Any, weak_type: bool) -> Any:
     return _convert_element_type(x, dtype, weak_type)
 
 
+def in_place_of(equation: Any, named: bool = True) -> Any:
+    """A context in which new equations have the line, and if ``named`` the names, of this one."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack()
+    return source_info_util.user_context(
+        info.traceback, name_stack=stack + info.name_stack if named else stack
+    )
+
+
+def aval_of(x: Any) -> Any:
+    """The abstract value of an array, or of ``jax.ShapeDtypeStruct``."""
+    return _core.shaped_abstractify(x) if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+
+
 def is_plain_call(params: Any) -> bool:
     """Whether a call of jit says nothing about where its arrays lie and what it may overwrite."""
     places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))

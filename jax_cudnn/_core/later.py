@@ -11,6 +11,7 @@ from .package import version
 
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
+    "accelerate": "acceleration.api",
     "Candidate": "_core.planning.candidates",
     "Candidates": "_core.plans.selection",
     "Explanation": "_core.plans.explanation",
@@ -36,7 +37,7 @@ HOMES = {
 """The module of each name."""
 ROOMS = ("flax",)
 """Public subpackages with optional dependencies."""
-_OF_FLAX = ("accelerate", "report", "Linear", "Conv", "LayerNorm", "MultiHeadAttention")
+_OF_FLAX = ("report", "Linear", "Conv", "LayerNorm", "MultiHeadAttention")
 """Names for which an error points to jax_cudnn.flax, which may not be imported."""
 
 

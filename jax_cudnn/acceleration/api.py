@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.core
 
-from .._core import compat
+from .._core import compat, context
 from .._core.errors import GraphTypeError, shown
-from .._core.graph.source import users_place
-from . import attention, choice
-from .program import Equation, Program, Region
+from .._core.planning import placement
+from .._core.planning.deviceless.profiles import Profile
+from . import attention, choice, report
+from .program import Equation, Program
+from .report import Found
 
 KINDS = ("attention",)
 _MOST = 256  # shapes for which a function's regions are kept
@@ -84,58 +86,102 @@ def accelerate(
 
 
 class Accelerated:
-    """What :func:`accelerate` returns."""
+    """What :func:`accelerate` returns: the function, and ``report``."""
 
     def __init__(self, fn: Callable[..., Any], kinds: tuple[str, ...]) -> None:
-        self.fn, self._kinds = fn, kinds
+        self._fn, self._kinds = fn, kinds
         self._known: dict[Any, Any] = {}
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
             value = getattr(fn, name, None)
             if isinstance(value, str):
                 setattr(self, name, value)
-        self.__wrapped__ = fn
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         where = choice.site()
-        if where is None:
-            return self.fn(*args, **kwargs)
-        program, arrays, tree = self._program(args, kwargs, where)
-        if program is None:
-            return self.fn(*args, **kwargs)
-        return jax.tree.unflatten(tree, program.run(*arrays))
+        if where is not None:
+            found, arrays = self._found(args, kwargs, where)
+            if found.program.holds_regions:
+                results = found.program.run(*found.consts, *arrays)
+                return jax.tree.unflatten(found.tree, results)
+        return self._fn(*args, **kwargs)
+
+    def report(self, *args: Any, gpu: str | Profile | None = None, **kwargs: Any) -> Found:
+        """What is found in the function for these arguments, and what becomes of it on a GPU.
+
+        Args:
+            *args, **kwargs: as for the function; ``jax.ShapeDtypeStruct`` in the place of arrays.
+            gpu: the GPU to decide for, as in :func:`jax_cudnn.target`; by default the target, or
+                JAX's default device. Without one nothing is decided.
+
+        Raises: what tracing the function raises; TargetError: there is no such GPU.
+        """
+        with context.target(gpu) if gpu is not None else contextlib.nullcontext():
+            where = choice.site()
+            found, _ = self._found(args, kwargs, where)
+            name = "" if where is None else placement.model(where)[0]
+        title = getattr(self, "__name__", type(self._fn).__name__)
+        return report.found(title, name, found.program, found.missed, where is not None)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
 
     def __repr__(self) -> str:
-        return f"<accelerated {getattr(self.fn, '__name__', self.fn)}>"
+        return f"<accelerated {getattr(self, '__name__', self._fn)}>"
 
-    def _program(self, args: Any, kwargs: Any, where: Any) -> Any:
-        """The program of a call with the regions that cuDNN runs, its constants and arrays, and
-        the structure of its results; no program if there is nothing for cuDNN."""
-        leaves, structure = jax.tree.flatten((self.fn, args, kwargs))
+    def _found(self, args: Any, kwargs: Any, where: choice.Site | None) -> tuple[_Found, list[Any]]:
+        """What is found in a call, decided for a GPU, and the arrays of the call."""
+        leaves, structure = jax.tree.flatten((self._fn, args, kwargs))
         places = [i for i, x in enumerate(leaves) if _is_array(x)]
         arrays = [leaves[i] for i in places]
-        rest = tuple((i, type(x), x) for i, x in enumerate(leaves) if i not in places)
-        key = structure, tuple(map(jax.typeof, arrays)), rest, where, compat.trace_context()
+        rest = tuple((i, type(x), x) for i, x in enumerate(leaves) if not _is_array(x))
+        avals = tuple(map(compat.aval_of, arrays))
+        key = structure, avals, rest, where, compat.trace_context()
         try:
             found = self._known.get(key)
         except TypeError:  # an argument is not hashable
             key = found = None
         if found is None:
-            closed, tree = _traced(leaves, places, structure)
+            closed, tree = _traced(leaves, places, structure, avals)
             program, missed = search(closed, self._kinds)
-            choice.decide(program, where)
-            found = (program if program.holds_regions else None), closed.consts, tree
+            if where is not None:
+                choice.decide(program, where)
+            found = _Found(program, missed, closed.consts, tree)
             if key is not None and not closed.consts:  # which the function may read anew
                 if len(self._known) >= _MOST:
                     self._known.clear()
                 self._known[key] = found
-        program, consts, tree = found
-        return program, [*consts, *arrays], tree
+        return found, arrays
 
 
-def _traced(leaves: list[Any], places: list[int], structure: Any) -> Any:
+class _Found(NamedTuple):
+    program: Program
+    missed: Missed
+    consts: list[Any]
+    tree: Any
+
+
+def _flatten(fast: Accelerated) -> Any:
+    """A callable pytree stays one, any other function is a part of the structure."""
+    if jax.tree_util.all_leaves([fast._fn]):
+        return (), (fast._fn, fast._kinds)
+    return (fast._fn,), (None, fast._kinds)
+
+
+def _unflatten(aux: Any, children: Any) -> Accelerated:
+    fn, kinds = aux
+    return Accelerated(children[0] if children else fn, kinds)
+
+
+jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
+
+
+def _traced(leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
+    """The jaxpr of a function of arrays, and the structure of its results."""
+
     def flat(*arrays: Any) -> Any:
         given = [*leaves]
         for i, x in zip(places, arrays, strict=True):
@@ -143,7 +189,6 @@ def _traced(leaves: list[Any], places: list[int], structure: Any) -> Any:
         fn, args, kwargs = jax.tree.unflatten(structure, given)
         return fn(*args, **kwargs)
 
-    avals = [jax.typeof(leaves[i]) for i in places]
     closed, shape = jax.make_jaxpr(flat, return_shape=True)(*avals)
     return closed, jax.tree.structure(shape)
 
@@ -151,16 +196,11 @@ def _traced(leaves: list[Any], places: list[int], structure: Any) -> Any:
 def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
     """The program of a jaxpr with the regions in it, and what is nearly one."""
     program, missed = Program(closed.jaxpr, closed.consts, ()), []
-    _search(program, missed, kinds)
+    for inner in program.programs:
+        if "attention" in kinds:
+            inner.found = attention.find(inner, missed)
     return program, missed
 
-
-def _search(program: Program, missed: Missed, kinds: Iterable[str]) -> None:
-    if "attention" in kinds:
-        program.regions = attention.find(program, missed)
-    for equation in program.equations:
-        for inner in equation.inner.values():
-            _search(inner, missed, kinds)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -40,6 +40,11 @@ INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-p
 PROB, SUMS, OUT = "probabilities", "sums of exponentials", "result"
 _KEEPING = ("convert_element_type", "copy", "copy_p", "reduce_precision")
 
+_USED = (
+    "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the function "
+    "that is differentiated: jax.grad(jc.accelerate(loss))"
+)
+
 
 @dataclass(frozen=True)
 class _State:
@@ -406,7 +411,7 @@ def _region(program: Program, follower: _Follower) -> Region:
     inside = {v for e in equations for v in e.outs} - {last}
     for value in inside:
         if program.used_outside(equations, value):
-            raise Unclear(f"its {follower.states[value].kind} are used elsewhere, too")
+            raise Unclear(_USED.format(follower.states[value].kind))
     state = follower.states[last]
     assert state.of is not None and state.axis is not None
     dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}

@@ -11,13 +11,13 @@ import jax.core
 from jax.custom_derivatives import SymbolicZero
 
 from .._core import auto, compat, context
+from .._core.cuda import CudaDevice
 from .._core.errors import JaxCudnnError
 from .._core.graph.spec import GraphSpec
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from .._core.plans.collect import in_jaxpr
 from .._core.plans.support import default_devices
-from .._core.cuda import CudaDevice
 from .program import Program, Region
 
 Site = Profile | CudaDevice
@@ -33,35 +33,32 @@ def site() -> Site | None:
 
 
 def decide(program: Program, where: Site) -> None:
-    """Keeps the regions that cuDNN runs, as functions that decide again when differentiated."""
-    for region in program.regions:
-        _decide(region, where)
-    program.regions = [region for region in program.regions if not region.outcome]
-    for equation in program.equations:
-        for inner in equation.inner.values():
-            decide(inner, where)
+    """Replaces the regions that cuDNN runs by functions that decide again when differentiated."""
+    for inner in program.programs:
+        for region in inner.found:
+            _decide(region, where)
+        inner.regions = [region for region in inner.found if not region.outcome]
 
 
 def _decide(region: Region, where: Site) -> None:
     avals = [value.aval for value in region.inputs]
     try:
-        fused = jax.make_jaxpr(region.emit)(*avals)
+        with compat.in_place_of(region.first.eqn, named=False):
+            fused = jax.make_jaxpr(region.emit)(*avals)
     except JaxCudnnError as error:
         region.outcome = error.summary
         return
     region.outcome = refusal(fused, where)
-    region.emit = _either(region.original, jax.core.jaxpr_as_fun(fused), where)
+    region.emit = _either(region.original, fused, where)
 
 
-def _either(
-    original: Callable[..., Any], fused: Callable[..., Any], where: Site
-) -> Callable[..., Any]:
-    """The fused function, whose derivative is that of the original equations where cuDNN does not
+def _either(original: Callable[..., Any], jaxpr: Any, where: Site) -> Callable[..., Any]:
+    """The fused function of a jaxpr, whose derivative is that of the original equations where cuDNN does not
     run forward and backward."""
 
     @jax.custom_jvp
     def region(*operands: Any) -> Any:
-        return fused(*operands)[0]
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -77,8 +74,7 @@ def _either(
 
         given = [primals[i] for i in moving]
         avals = [jax.typeof(x) for x in primals]
-        pair = _pair(lambda *x: fused(*x)[0], avals, moving)
-        function = original if refusal(pair, where) else (lambda *x: fused(*x)[0])
+        function = original if refusal(_pair(region.fun, avals, moving), where) else region.fun
         return jax.jvp(along(function), given, [tangents[i] for i in moving])
 
     region.defjvp(rule, symbolic_zeros=True)

@@ -91,6 +91,10 @@ class Region:
         assert self.output.made_by is not None
         return self.output.made_by
 
+    @property
+    def first(self) -> Equation:
+        return min(self.equations, key=lambda e: e.at)
+
     @functools.cached_property
     def original(self) -> Callable[..., Any]:
         """The equations as a function of the inputs."""
@@ -112,7 +116,8 @@ class Program:
     def __init__(self, jaxpr: Any, consts: Sequence[Any], outside: Sequence[Value | None]) -> None:
         self.jaxpr = jaxpr
         self.equations: list[Equation] = []
-        self.regions: list[Region] = []
+        self.found: list[Region] = []
+        self.regions: list[Region] = []  # those of them that are replaced
         env: dict[Any, Value] = {}
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             array = None if isinstance(const, jax.core.Tracer) else const
@@ -156,15 +161,15 @@ class Program:
 
     @property
     def holds_regions(self) -> bool:
-        return bool(self.regions) or any(
-            p.holds_regions for e in self.equations for p in e.inner.values()
-        )
+        return any(program.regions for program in self.programs)
 
-    def all_regions(self) -> Iterator[Region]:
-        yield from self.regions
+    @property
+    def programs(self) -> Iterator[Program]:
+        """This one and those of the loops, branches and devices inside."""
+        yield self
         for equation in self.equations:
             for program in equation.inner.values():
-                yield from program.all_regions()
+                yield from program.programs
 
     def used_outside(self, region: set[Equation], value: Value) -> bool:
         """Whether a value is read by other equations than these, or is a result."""
@@ -211,7 +216,7 @@ class Program:
             elif isinstance(item, Equation) and item in ends:
                 region = ends[item]
                 given = [_read(env, v) for v in region.inputs]
-                with jax.named_scope(_scope(item)):
+                with compat.in_place_of(region.first.eqn):
                     made = region.emit(*given)
                 env[region.output] = _as_aval(made, region.output.aval)
             elif isinstance(item, Call) or item not in gone:
@@ -221,12 +226,6 @@ class Program:
                 else:
                     made = bound(item.jaxpr, item.eqn, values)
                 env.update(zip(item.outs, made, strict=True))
-
-
-def _scope(equation: Equation) -> str:
-    """Where the user's names put an equation, for profiles."""
-    parts = [str(call.eqn.source_info.name_stack) for call in equation.calls]
-    return "/".join(filter(None, [*parts, str(equation.eqn.source_info.name_stack)])) or "attention"
 
 
 def bound(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:

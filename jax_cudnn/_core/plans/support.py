@@ -70,19 +70,19 @@ def plan(
         >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
     """
     chosen = None if gpus is None else _sites(gpus)
-    found = graphs(fn, args, static)
-    if len(found) > 1:
-        raise GraphError(
-            f"{getattr(fn, '__name__', 'the function')} contains {len(found)} graphs",
-            expected="one graph",
-            got=", ".join(found),
-            fix="jax_cudnn.plans gives the plans of all",
-        )
-    (name,) = found
-    made = _plans(found, chosen)
+    traced = _traced(fn, args, static, chosen)
+    for found in traced.values():
+        if len(found) > 1:
+            raise GraphError(
+                f"{getattr(fn, '__name__', 'the function')} contains {len(found)} graphs",
+                expected="one graph",
+                got=", ".join(found),
+                fix="jax_cudnn.plans gives the plans of all",
+            )
+    made = _plans(traced, chosen)
     if isinstance(made, Plans):
-        return made[name]
-    return ByGpu({gpu: plans[name] for gpu, plans in made.items()})
+        return next(iter(made.values()))
+    return ByGpu({gpu: next(iter(plans.values())) for gpu, plans in made.items()})
 
 
 @overload
@@ -116,14 +116,26 @@ def plans(
         ...     print(jc.plans(jax.grad(lambda x: relu(x).sum()), x))          # doctest: +SKIP
     """
     chosen = None if gpus is None else _sites(gpus)
-    return _plans(graphs(fn, args, static), chosen)
+    return _plans(_traced(fn, args, static, chosen), chosen)
 
 
-def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
-    """The plans of graphs, on chosen GPUs or the default one."""
-    with progress.counted(len(found) * (1 if chosen is None else len(chosen))) as program:
+def _traced(
+    fn: Callable[..., Any], args: Any, static: Any, chosen: Sites | None
+) -> dict[str, Graphs]:
+    """The graphs of a function by GPU; it is traced for each, as it may depend on the target."""
+    found: dict[str, Graphs] = {}
+    for gpu, site in (chosen or {"": None}).items():
+        target = context.target(site) if isinstance(site, Profile) else contextlib.nullcontext()
+        with target:
+            found[gpu] = graphs(fn, args, static)
+    return found
 
-        def planned(site: Profile | CudaDevice | None) -> Plans:
+
+def _plans(traced: Mapping[str, Graphs], chosen: Sites | None) -> Plans | dict[str, Plans]:
+    """The plans of graphs by GPU, on chosen GPUs or the default one."""
+    with progress.counted(sum(map(len, traced.values()))) as program:
+
+        def planned(found: Graphs, site: Profile | CudaDevice | None) -> Plans:
             made = Plans()
             made.notes, made.calls = found.notes, found.calls
             for name, spec in found.items():
@@ -133,8 +145,8 @@ def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
             return made
 
         if chosen is None:
-            return planned(None)
-        return ByGpu({gpu: planned(site) for gpu, site in chosen.items()})
+            return planned(traced[""], None)
+        return ByGpu({gpu: planned(traced[gpu], site) for gpu, site in chosen.items()})
 
 
 def support(

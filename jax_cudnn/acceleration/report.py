@@ -1,0 +1,92 @@
+"""What :func:`jax_cudnn.accelerate` found in a function, and what became of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .._core import compat
+from .._core.graph.source import users_place
+from .._core.plans.table import aligned
+from .program import Equation, Program, Region
+
+_HEADER = ("kind", "what", "at", "times", "runs on", "why")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The regions of a function, and what is nearly one; prints as a table.
+
+    Attributes:
+        data: as :meth:`to_json` gives it.
+    """
+
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
+        "cuDNN", "XLA" or "", "why"}], "missed": [{"at", "times", "why"}]}``; a new dictionary each
+        time. ``times``: how often a run of the program computes it."""
+        return json.loads(json.dumps(self.data))
+
+    def __str__(self) -> str:
+        regions, missed = self.data["regions"], self.data["missed"]
+        rows = [
+            (r["kind"], r["what"], r["at"], str(r["times"]), r["runs_on"], r["why"])
+            for r in regions
+        ]
+        on = Counter(r["runs_on"] for r in regions if r["runs_on"])
+        where = f" for {self.data['gpu']}" if self.data["gpu"] else ""
+        counts = ", ".join(f"{n} on {who}" for who, n in on.items())
+        lines = [f"{self.data['function']}{where}: {len(regions)} found{': ' * bool(on)}{counts}"]
+        lines += aligned([_HEADER, *rows], len(_HEADER)) if rows else []
+        lines += [f"nearly, at {m['at']}: {m['why']}" for m in missed]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def found(
+    name: str, gpu: str, program: Program, missed: list[tuple[Equation, str]], decided: bool
+) -> Found:
+    """The report of a program; equal regions of one line share a row."""
+    rows: dict[tuple[str, ...], int] = {}
+    times = dict(_times(program, 1))
+    for region, often in _regions(program, 1):
+        runs = ("XLA" if region.outcome else "cuDNN") if decided else ""
+        key = (region.kind, region.what, _at(region.first), runs, region.outcome)
+        rows[key] = rows.get(key, 0) + often
+    nearly: dict[tuple[str, str], int] = {}
+    for equation, why in missed:
+        key_ = _at(equation), why
+        nearly[key_] = nearly.get(key_, 0) + times.get(equation, 1)
+    regions = [
+        {"kind": kind, "what": what, "at": at, "times": n, "runs_on": runs, "why": why}
+        for (kind, what, at, runs, why), n in rows.items()
+    ]
+    missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
+    return Found({"function": name, "gpu": gpu, "regions": regions, "missed": missing})
+
+
+def _at(equation: Equation) -> str:
+    return users_place(compat.user_frames(equation.eqn))
+
+
+def _regions(program: Program, times: int) -> Iterator[tuple[Region, int]]:
+    for region in program.found:
+        yield region, times
+    for equation in program.equations:
+        turns = equation.params["length"] if equation.name == "scan" else 1
+        for inner in equation.inner.values():
+            yield from _regions(inner, times * turns)
+
+
+def _times(program: Program, times: int) -> Iterator[tuple[Equation, int]]:
+    for equation in program.equations:
+        yield equation, times
+        turns = equation.params["length"] if equation.name == "scan" else 1
+        for inner in equation.inner.values():
+            yield from _times(inner, times * turns)
