@@ -13,11 +13,11 @@ from .._core import compat, context
 from .._core.errors import GraphTypeError, shown
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
-from . import attention, choice, report
+from . import attention, choice, epilogues, report
 from .program import Equation, Program
 from .report import Found
 
-KINDS = ("attention",)
+KINDS = ("attention", "product", "convolution")
 _MOST = 256  # shapes for which a function's regions are kept
 Missed = list[tuple[Equation, str]]
 
@@ -197,8 +197,12 @@ def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
     """The program of a jaxpr with the regions in it, and what is nearly one."""
     program, missed = Program(closed.jaxpr, closed.consts, ()), []
     for inner in program.programs:
+        taken: set[Equation] = set()
         if "attention" in kinds:
-            inner.found = attention.find(inner, missed)
+            inner.found += attention.find(inner, missed)
+            taken |= {e for region in inner.found for e in region.equations}
+        if "product" in kinds or "convolution" in kinds:
+            inner.found += epilogues.find(inner, taken, kinds)
     return program, missed
 
 

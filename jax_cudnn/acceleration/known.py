@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -166,6 +167,18 @@ def _block(value: Value, block: Block) -> np.ndarray:
     return whole[tuple(slice(*pair) for pair in block)]
 
 
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Compute while a function is traced, on the CPU if JAX has it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.ensure_compile_time_eval())
+        for watched in (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")):
+            stack.enter_context(watched)
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude it
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        yield
+
+
 def _same_order(a: Value, b: Value) -> bool:
     return [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
@@ -185,7 +198,7 @@ def _elementwise(equation: Equation, operands: list[np.ndarray], shape: Any) -> 
 
 
 def _with_jax(equation: Equation, operands: list[np.ndarray]) -> np.ndarray:
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with on_cpu():
         given = [jnp.asarray(x, v.dtype) for x, v in zip(operands, equation.ins, strict=True)]
         made = equation.eqn.primitive.bind(*given, **equation.params)
         return np.asarray(made[0] if equation.eqn.primitive.multiple_results else made)

@@ -23,7 +23,7 @@ Dims = tuple[Any, ...]
 HIDING = -1e4
 """A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
 LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-_CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision")
+CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision")
 
 
 class Unclear(Exception):
@@ -123,7 +123,7 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
         made = value.made_by
         assert made is not None
         inner = [v for v in made.ins if v in dims_of]
-        if made.name in (*_CASTS, *LAYOUT):
+        if made.name in (*CASTS, *LAYOUT):
             value = made.ins[0]
             continue
         if len(inner) != 1:
@@ -175,7 +175,7 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
 def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
     """The mask that a bias of zeros and large negative numbers is; None for other biases."""
     value, dims = side.value, side.dims
-    while (made := value.made_by) is not None and made.name in _CASTS:
+    while (made := value.made_by) is not None and made.name in CASTS:
         value, dims = narrowed(made.ins[0], dims)
     if made is not None and made.name == "select_n" and len(made.ins) == 3:
         numbers = [number(v) for v in made.ins[1:]]
@@ -219,7 +219,7 @@ def conjuncts(mask: Side) -> Iterator[Side]:
             return
         if made.name in ("gt", "ne") and number(made.ins[1]) == 0:
             was, at = narrowed(made.ins[0], dims)
-            while (cast := was.made_by) is not None and cast.name in _CASTS:
+            while (cast := was.made_by) is not None and cast.name in CASTS:
                 was, at = narrowed(cast.ins[0], at)
             if was.dtype == bool:
                 yield from conjuncts(Side(was, at, negated=mask.negated))
@@ -360,7 +360,7 @@ def score_mod(
         env: dict[Value, Any] = {product: score}
         for equation in chain:
             name, out = equation.name, equation.outs[0]
-            if name in LAYOUT or (name in _CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
+            if name in LAYOUT or (name in CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
                 env[out] = env[equation.ins[0]]
                 continue
             given = []

@@ -1,0 +1,336 @@
+"""Products and convolutions with what follows on each element: ``activation(y * scale + bias +
+residual)``. An activation is recognised by its values, however it is written."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ops import conv, matmul
+from .known import ELEMENTWISE, on_cpu
+from .program import CUSTOM, Equation, Program, Region, Value
+from .scores import CASTS, Side, narrowed, number
+
+_GRID = np.concatenate([np.linspace(-12, 12, 4801), [-100.0, -30.0, 30.0, 60.0]]).astype("float32")
+_ROUNDINGS = 2  # of constants in the dtype of the program, by which an activation may differ
+_KINKS = np.asarray([0.0, 6.0], "float32")
+_NAMES = (
+    *("relu", "relu6", "leaky_relu", "gelu", "gelu_exact"),
+    *("silu", "sigmoid", "tanh", "elu", "softplus"),
+)
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class _Epilogue:
+    """What follows a product, up to ``last``. Terms are arrays of the features, or numbers."""
+
+    last: Value
+    equations: set[Equation] = field(default_factory=set)
+    affine: list[tuple[str, Side | float]] = field(default_factory=list)
+    residual: Value | None = None
+    activation: str | None = None
+
+    @property
+    def fuses(self) -> bool:
+        arrays = any(isinstance(term, Side) for _, term in self.affine)
+        return arrays or self.residual is not None or self.activation is not None
+
+
+def find(program: Program, taken: set[Equation], kinds: Collection[str]) -> list[Region]:
+    """The products and convolutions of a program that something follows which cuDNN fuses."""
+    regions = []
+    for equation in program.equations:
+        if equation in taken:
+            continue
+        region = None
+        if equation.name == "dot_general" and "product" in kinds:
+            region = _product(program, equation, taken)
+        elif equation.name == "conv_general_dilated" and "convolution" in kinds:
+            region = _convolution(program, equation, taken)
+        if region is not None:
+            taken |= region.equations
+            regions.append(region)
+    return regions
+
+
+def _product(program: Program, equation: Equation, taken: set[Equation]) -> Region | None:
+    (contract, batch), params = equation.params["dimension_numbers"], equation.params
+    a, b = equation.ins
+    if batch[0] or str(a.dtype) not in _FLOATS or a.dtype != b.dtype or a is b:
+        return None
+    free = [
+        [i for i in range(len(v.shape)) if i not in c]
+        for v, c in zip((a, b), contract, strict=True)
+    ]
+    deep = len(contract[0])
+    in_order = [*contract[0]] == [*range(len(a.shape) - deep, len(a.shape))]
+    last = [*contract[1]] == [*range(len(b.shape) - deep, len(b.shape))]
+    first = [*contract[1]] == [*range(deep)]
+    precision = _precision(params)
+    if not (in_order and (first or last) and free[0] and free[1] and deep) or precision is False:
+        return None
+    features = frozenset(range(len(free[0]), len(free[0]) + len(free[1])))
+    found = _epilogue(program, equation, features, taken)
+    if found is None:
+        return None
+    rows = tuple(a.shape[i] for i in free[0])
+    depth = math.prod(a.shape[i] for i in contract[0])
+    wide = tuple(b.shape[i] for i in free[1])
+    columns = math.prod(wide)
+    out = str(found.last.dtype)
+    residual = () if found.residual is None else (found.residual,)
+    sides = [term for _, term in found.affine if isinstance(term, Side)]
+
+    def emit(x: Any, w: Any, *rest: Any) -> Any:
+        x = x.reshape((*rows, depth))
+        w = w.reshape((depth, columns) if first else (columns, depth))
+        terms = iter(rest[: len(sides)])
+        scale, bias = _terms(found, terms, wide, {i: i - len(rows) for i in features})
+        more = rest[-1].reshape((*rows, columns)) if residual else None
+        y = matmul(
+            x, w, scale=scale, bias=bias, residual=more, activation=found.activation,
+            transpose_b=not first, precision=precision, preferred_element_type=out,
+        )  # fmt: skip
+        return y.reshape(found.last.shape)
+
+    inputs = [a, b, *(side.value for side in sides), *residual]
+    what = f"{a.dtype} [{math.prod(rows)}, {depth}] x [{depth}, {columns}]{_words(found)}"
+    return Region("product", found.equations, inputs, found.last, emit, what)
+
+
+def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> Region | None:
+    params, (x, w) = equation.params, equation.ins
+    precision = _precision(params)
+    fits = str(x.dtype) in _FLOATS and x.dtype == w.dtype and params["batch_group_count"] == 1
+    if not fits or {*params["lhs_dilation"]} - {1} or precision is False or x is w:
+        return None
+    numbers = params["dimension_numbers"]
+    axis = numbers.out_spec[1]
+    found = _epilogue(program, equation, frozenset({axis}), taken)
+    if found is None:
+        return None
+    channels = (equation.outs[0].shape[axis],)
+    out = str(found.last.dtype)
+    residual = () if found.residual is None else (found.residual,)
+    sides = [term for _, term in found.affine if isinstance(term, Side)]
+
+    def emit(x: Any, w: Any, *rest: Any) -> Any:
+        terms = iter(rest[: len(sides)])
+        scale, bias = _terms(found, terms, channels, {axis: 0})
+        return conv(
+            x, w, scale=scale, bias=bias, residual=rest[-1] if residual else None,
+            activation=found.activation, strides=params["window_strides"],
+            padding=params["padding"], dilation=params["rhs_dilation"],
+            groups=params["feature_group_count"], dimension_numbers=numbers,
+            precision=precision, preferred_element_type=out,
+        )  # fmt: skip
+
+    inputs = [x, w, *(side.value for side in sides), *residual]
+    what = f"{x.dtype} {[*x.shape]} with {[*w.shape]}{_words(found)}"
+    return Region("convolution", found.equations, inputs, found.last, emit, what)
+
+
+def _precision(params: Any) -> Any:
+    """The precision as ``ops`` take it; False for one that they do not have."""
+    asked = params["precision"]
+    if asked is None or isinstance(asked, jax.lax.Precision):
+        return asked
+    one = {*asked} if isinstance(asked, tuple) else set()
+    return one.pop() if len(one) == 1 and isinstance(asked[0], jax.lax.Precision) else False
+
+
+def _words(found: _Epilogue) -> str:
+    words = [{"mul": "scale", "add": "bias"}[kind] for kind, _ in found.affine]
+    words += ["residual"] * (found.residual is not None)
+    words += [found.activation] if found.activation else []
+    return "".join(f" + {word}" for word in dict.fromkeys(words))
+
+
+def _terms(found: _Epilogue, arrays: Any, sizes: tuple[int, ...], place: Any) -> tuple[Any, Any]:
+    """Scale and bias of ``y``, each one value per feature, a number, or None."""
+    scale, bias = None, None
+    for kind, term in found.affine:
+        value: Any = term
+        if isinstance(term, Side):
+            value = _per_feature(next(arrays), term, sizes, place)
+        if kind == "add":
+            bias = value if bias is None else bias + value
+        else:
+            scale = value if scale is None else scale * value
+            bias = None if bias is None else bias * value
+    return scale, bias
+
+
+def _per_feature(x: Any, side: Side, sizes: tuple[int, ...], place: dict[int, int]) -> Any:
+    x = x[tuple(slice(None) if d is not None else 0 for d in side.dims)]
+    axes = [place[d] for d in side.dims if d is not None]
+    x = jnp.transpose(x, np.argsort(axes))
+    x = x.reshape([n if i in axes else 1 for i, n in enumerate(sizes)])
+    x = jnp.broadcast_to(x, sizes).reshape(-1).astype("float32")
+    return 1 / x if side.factor == -1 else -x if side.negated else x
+
+
+# -- what follows ----------------------------------------------------------------------------------
+
+
+def _epilogue(
+    program: Program, product: Equation, features: frozenset[int], taken: set[Equation]
+) -> _Epilogue | None:
+    """What follows a product; None if nothing that cuDNN fuses does."""
+    found = _Epilogue(product.outs[0], {product})
+    while found.last not in program.outs:
+        users = {*found.last.users}
+        if len(users) == 1:
+            (user,) = users
+            if user in taken or user.inner or len(user.outs) != 1:
+                break
+            if _linear(found, user, features):
+                continue
+        if found.activation is not None or not _activated(program, found, taken):
+            break
+    return found if found.fuses and str(found.last.dtype) in _FLOATS else None
+
+
+def _linear(found: _Epilogue, user: Equation, features: frozenset[int]) -> bool:
+    """Takes a cast, a factor, a bias or a residual into the epilogue."""
+    value, name = found.last, user.name
+    if name in CASTS and jnp.issubdtype(user.outs[0].dtype, jnp.floating):
+        pass
+    elif found.activation is not None or name not in ("mul", "div", "add", "sub", "add_any"):
+        return False
+    else:
+        others = [v for v in user.ins if v is not value]
+        if len(others) != 1:
+            return False
+        (other,) = others
+        small, dims = narrowed(other, (*range(len(value.shape)),) if other.shape else ())
+        known = number(other)
+        turned = name in ("div", "sub") and user.ins[0] is not value
+        along = {d for d in dims if d is not None}
+        if turned:
+            return False
+        if along <= features:
+            term: Side | float
+            if known is not None:
+                if name == "div" and not known:
+                    return False
+                term = 1 / known if name == "div" else -known if name == "sub" else known
+            else:
+                term = Side(small, dims, -1.0 if name == "div" else 1.0, name == "sub")
+            kind = "mul" if name in ("mul", "div") else "add"
+            if kind == "mul" and found.residual is not None:
+                return False
+            found.affine.append((kind, term))
+        elif name in ("add", "add_any") and found.residual is None and other.shape == value.shape:
+            full = {i for i, n in enumerate(value.shape) if n != 1}
+            if along != full or not jnp.issubdtype(other.dtype, jnp.floating):
+                return False
+            found.residual = other
+        else:
+            return False
+    found.equations.add(user)
+    found.last = user.outs[0]
+    return True
+
+
+def _activated(program: Program, found: _Epilogue, taken: set[Equation]) -> bool:
+    """Takes a function of the value alone into the epilogue, if cuDNN has it."""
+    closure: dict[Equation, None] = {}
+    values = {found.last}
+    for equation in program.equations[min(e.at for e in found.last.users) :]:
+        if len(closure) > 40:
+            return False
+        inside = [v in values for v in equation.ins]
+        if not any(inside):
+            continue
+        alone = all(a or number(v) is not None for a, v in zip(inside, equation.ins, strict=True))
+        if equation.name not in ELEMENTWISE or not alone or equation in taken:
+            continue
+        closure[equation] = None
+        values |= {*equation.outs}
+    # The shortest part of it with one value that others read, which is an activation.
+    for end in closure:
+        part = [e for e in closure if e.at <= end.at]
+        inner = {found.last, *(v for e in part[:-1] for v in e.outs)}
+        needed = {*part}
+        if any(program.used_outside(needed, v) for v in inner):
+            continue
+        name = _activation(found.last, part)
+        if name is not None:
+            found.activation = name
+            found.equations |= needed
+            found.last = end.outs[0]
+            return True
+    return False
+
+
+def _activation(value: Value, equations: list[Equation]) -> str | None:
+    """The name of the activation that equations compute of a value; None if cuDNN has none."""
+    try:
+        got = _evaluated(value, equations, _GRID)
+    except Exception:  # noqa: BLE001 (an operation that does not take float32)
+        return None
+    unit = float(jnp.finfo(value.dtype).eps) * _ROUNDINGS
+    scale = 1 + np.abs(got)
+    errors = {name: np.max(np.abs(got - y) / scale) for name, y in _activations().items()}
+    best = min(errors, key=lambda name: errors[name])
+    if errors[best] > max(unit, 1e-5):
+        return None
+    own = any(call.eqn.primitive.name == CUSTOM for e in equations for call in e.calls)
+    return best if own or _same_kinks(value, equations, best) else None
+
+
+def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
+    """Whether the derivative where an activation has none is the same: ``jnp.maximum(x, 0)`` has
+    0.5 at 0, and ``jax.nn.relu`` 0."""
+    with on_cpu():
+        at = jnp.asarray(_KINKS)
+        ones = jnp.ones_like(at)
+        got = jax.jvp(lambda x: _of(value, equations, x), (at,), (ones,))[1]
+        want = jax.jvp(_named(name), (at,), (ones,))[1]
+        return bool(np.allclose(got, want, atol=0.02))
+
+
+def _evaluated(value: Value, equations: list[Equation], x: np.ndarray) -> np.ndarray:
+    with on_cpu():
+        return np.asarray(_of(value, equations, jnp.asarray(x)))
+
+
+def _of(value: Value, equations: list[Equation], x: Any) -> Any:
+    """What equations compute of a value, in float32."""
+    env: dict[Value, Any] = {value: x}
+    for equation in equations:
+        out = equation.outs[0]
+        if equation.name in CASTS and jnp.issubdtype(out.dtype, jnp.floating):
+            env[out] = env[equation.ins[0]]
+            continue
+        given = []
+        for v in equation.ins:
+            if v in env:
+                given.append(env[v])
+            else:
+                wide = jnp.issubdtype(v.dtype, jnp.floating)
+                given.append(jnp.asarray(number(v), "float32" if wide else v.dtype))
+        given = jnp.broadcast_arrays(*given)
+        env[out] = equation.eqn.primitive.bind(*given, **equation.params)
+    return env[equations[-1].outs[0]]
+
+
+def _named(name: str) -> Any:
+    if name == "gelu_exact":
+        return functools.partial(jax.nn.gelu, approximate=False)
+    return jnp.tanh if name == "tanh" else getattr(jax.nn, name)
+
+
+@functools.cache
+def _activations() -> dict[str, np.ndarray]:
+    with on_cpu():
+        return {name: np.asarray(_named(name)(jnp.asarray(_GRID))) for name in _NAMES}
