@@ -13,11 +13,11 @@ from .._core import compat, context
 from .._core.errors import GraphTypeError, shown
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
-from . import attention, choice, epilogues, report
+from . import attention, choice, epilogues, norms, report
 from .program import Equation, Program
 from .report import Found
 
-KINDS = ("attention", "product", "convolution")
+KINDS = ("attention", "product", "convolution", "normalization")
 _MOST = 256  # shapes for which a function's regions are kept
 Missed = list[tuple[Equation, str]]
 
@@ -203,6 +203,8 @@ def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
             taken |= {e for region in inner.found for e in region.equations}
         if "product" in kinds or "convolution" in kinds:
             inner.found += epilogues.find(inner, taken, kinds)
+        if "normalization" in kinds:
+            inner.found += norms.find(inner, taken, missed)
     return program, missed
 
 

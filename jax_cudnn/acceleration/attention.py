@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops import dot_product_attention
-from .known import ELEMENTWISE, is_known
-from .program import Equation, Program, Region, Value
+from .known import is_known
+from .program import ELEMENTWISE, Equation, Program, Region, Value
 from .scores import (
     LAYOUT,
     Dims,
@@ -33,6 +33,7 @@ from .scores import (
     number,
     read,
     score_mod,
+    unchanged,
 )
 
 SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
@@ -102,7 +103,12 @@ class _Follower:
             return self._reduced(equation, given[0])
         if name == "dot_general":
             return self._product(equation, given)
-        return self._elementwise(equation, given) if name in ELEMENTWISE else None
+        if name not in ELEMENTWISE:
+            return None
+        same = unchanged(equation)
+        if same is not None and equation.ins[same].shape == equation.outs[0].shape:
+            return given[same]
+        return self._elementwise(equation, given)
 
     def _reduced(self, equation: Equation, state: _State | None) -> _State | None:
         axes = equation.params["axes"]
@@ -203,18 +209,11 @@ class _Follower:
             case ["sums of exponentials", "1 / sum"] | ["1 / sum", "sums of exponentials"] if same:
                 if name == "mul" and states[0].shift is states[1].shift:
                     return _State(OUT, dims, first.of, None, states[0].axis)
-            case ["probabilities"] if self._is_one(name, equation, first):
-                return first.at(dims)
             case ["probabilities"]:
                 self.dropped.append(
                     f"the probabilities meet another array ({name}), as in dropout"
                 )
         return None
-
-    def _is_one(self, name: str, equation: Equation, state: _State) -> bool:
-        """Whether a factor of probabilities is a known 1."""
-        others = [v for v in equation.ins if self.states.get(v) is not state]
-        return name in ("mul", "div", "dot_general") and [number(v) for v in others] == [1.0]
 
     def _root(self, value: Value) -> Value:
         """A row before it was broadcast, cast or kept from the gradient."""
@@ -233,7 +232,7 @@ class _Follower:
         side = given.index(state)
         (contract, batch) = equation.params["dimension_numbers"]
         if not contract[side] and state.kind == PROB:
-            if not self._is_one("dot_general", equation, state):
+            if number(equation.ins[1 - side]) != 1:  # a mask of heads that hides none
                 return None
             axes = [*range(len(state.dims))]
             axes = [*batch[side], *(i for i in axes if i not in batch[side])]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import conv, matmul
-from .known import ELEMENTWISE, on_cpu
-from .program import CUSTOM, Equation, Program, Region, Value
+from .known import on_cpu
+from .program import CUSTOM, ELEMENTWISE, Equation, Program, Region, Value
 from .scores import CASTS, Side, narrowed, number
 
 _GRID = np.concatenate([np.linspace(-12, 12, 4801), [-100.0, -30.0, 30.0, 60.0]]).astype("float32")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .program import Equation, Value
+from .program import ELEMENTWISE, Equation, Value
 
 Block = tuple[tuple[int, int], ...]
 _MOST = 1 << 24  # elements of a value that is not computed in blocks
@@ -26,15 +26,6 @@ _NUMPY: dict[str, Any] = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
 }
 """The meaning of elementwise operations in NumPy; all others are JAX's, of one block."""
-ELEMENTWISE = {
-    *_NUMPY,
-    *("div", "rem", "pow", "integer_pow", "square", "log", "log1p", "exp2", "expm1", "tanh"),
-    *("logistic", "erf", "erfc", "erf_inv", "rsqrt", "cbrt", "sin", "cos", "tan", "round"),
-    *("select_n", "clamp", "convert_element_type", "is_finite", "copy", "copy_p", "nextafter"),
-    *("reduce_precision", "stop_gradient", "shift_left", "shift_right_logical", "atan2"),
-    *("add_any", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
-}
-"""Operations each of whose elements depends on the elements at its own place alone."""
 
 
 def is_known(value: Value, _depth: int = 0) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,16 @@ import jax.numpy as jnp
 from .._core import compat
 
 CUSTOM = "custom_jvp_call"
+ELEMENTWISE = {
+    *("add", "sub", "mul", "neg", "max", "min", "abs", "floor", "ceil", "sign", "exp", "sqrt"),
+    *("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "not"),
+    *("div", "rem", "pow", "integer_pow", "square", "log", "log1p", "exp2", "expm1", "tanh"),
+    *("logistic", "erf", "erfc", "erf_inv", "rsqrt", "cbrt", "sin", "cos", "tan", "round"),
+    *("select_n", "clamp", "convert_element_type", "is_finite", "copy", "copy_p", "nextafter"),
+    *("reduce_precision", "stop_gradient", "shift_left", "shift_right_logical", "atan2"),
+    *("add_any", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+}
+"""Operations each of whose elements depends on the elements at its own place alone."""
 
 
 class Value:
@@ -74,9 +83,12 @@ class Call:
     body: list[Equation | Call]
 
 
+_CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
+
+
 @dataclass(eq=False)
 class Region:
-    """Equations with one result, which ``emit(*inputs)`` computes instead."""
+    """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead."""
 
     kind: str
     equations: set[Equation]
@@ -85,6 +97,25 @@ class Region:
     emit: Callable[..., Any]
     what: str = ""
     outcome: str = ""
+    _order: list[Equation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = len(self.inputs)
+        emit, inputs = self.emit, {*self.inputs}
+        everything, todo = {*self.equations}, [*self.equations]
+        while todo:  # what the equations read and the inputs are before, as a scale or a mask
+            for value in todo.pop().ins:
+                made = value.made_by
+                if value in inputs or value.known is not None or made in everything:
+                    continue
+                if made is not None and (made.name in ELEMENTWISE or made.name in _CHEAP):
+                    everything.add(made)
+                    todo.append(made)
+                else:
+                    inputs.add(value)
+                    self.inputs = [*self.inputs, value]
+        self._order = sorted(everything, key=lambda e: e.at)
+        self.emit = lambda *arrays: emit(*arrays[:given])
 
     @property
     def last(self) -> Equation:
@@ -95,19 +126,14 @@ class Region:
     def first(self) -> Equation:
         return min(self.equations, key=lambda e: e.at)
 
-    @functools.cached_property
-    def original(self) -> Callable[..., Any]:
-        """The equations as a function of the inputs."""
-        order = sorted(self.equations, key=lambda e: e.at)
-
-        def run(*arrays: Any) -> Any:
-            env = dict(zip(self.inputs, arrays, strict=True))
-            for equation in order:
+    def original(self, *arrays: Any) -> Any:
+        """What the equations compute of the inputs."""
+        env = dict(zip(self.inputs, arrays, strict=True))
+        for equation in self._order:
+            if not {*equation.outs} <= env.keys():
                 results = bound(equation.jaxpr, equation.eqn, [_read(env, v) for v in equation.ins])
                 env.update(zip(equation.outs, results, strict=True))
-            return env[self.output]
-
-        return run
+        return env[self.output]
 
 
 class Program:

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .known import ELEMENTWISE, array, is_known, rows, varies
-from .program import Equation, Value
+from .known import array, is_known, rows, varies
+from .program import ELEMENTWISE, Equation, Value
 
 Dims = tuple[Any, ...]
 """For each dimension of an array the axis of the scores along which it varies, or None."""
@@ -109,6 +109,21 @@ def number(value: Value) -> float | None:
     if any(varies(value)) or not is_known(value):
         return None
     return float(array(value).reshape(()).astype("float64"))
+
+
+def unchanged(equation: Equation) -> int | None:
+    """The operand that an elementwise result is equal to: of an addition of 0, a product with 1, a
+    choice that is known; None for all others."""
+    name, ins = equation.name, equation.ins
+    if name == "select_n" and len(ins) == 3:
+        which = number(ins[0])
+        return None if which is None else 1 + int(which)
+    nothing = {"add": 0.0, "add_any": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}.get(name)
+    if nothing is None or len(ins) != 2:
+        return None
+    if number(ins[1]) == nothing:
+        return 0
+    return 1 if name in ("add", "add_any", "mul") and number(ins[0]) == nothing else None
 
 
 def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
