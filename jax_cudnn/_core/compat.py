@@ -193,10 +193,11 @@ def aval_of(x: Any) -> Any:
 
 def is_plain_call(params: Any) -> bool:
     """Whether a call of jit says nothing about where its arrays lie and what it may overwrite."""
+    unsaid: Any = _sharding_impls.UnspecifiedValue  # pyright: ignore[reportPrivateImportUsage]
     places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return not (
-        any(not isinstance(place, _sharding_impls.UnspecifiedValue) for place in places)
+        any(not isinstance(place, unsaid) for place in places)
         or any(layout is not None for layout in layouts)
         or any(params.get("donated_invars", ()))
         or params.get("compiler_options_kvs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,9 @@ def accelerate(
 
     - "attention": two products around a softmax, with scale, biases, causal, banded and other
       masks, lengths of keys, functions of the scores, grouped queries, in any order of axes.
+    - "product", "convolution": with scale, bias, residual and activation behind, where one of
+      them is; an activation is recognised by its values.
+    - "normalization": layer and RMS norms over the last dimensions, with their parameters.
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
     ``shard_map``, also as a decorator. Put it around the function that is differentiated
@@ -193,7 +196,7 @@ def _traced(leaves: list[Any], places: list[int], structure: Any, avals: Any) ->
     return closed, jax.tree.structure(shape)
 
 
-def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
+def search(closed: Any, kinds: Collection[str]) -> tuple[Program, Missed]:
     """The program of a jaxpr with the regions in it, and what is nearly one."""
     program, missed = Program(closed.jaxpr, closed.consts, ()), []
     for inner in program.programs:
@@ -205,8 +208,8 @@ def search(closed: Any, kinds: Iterable[str]) -> tuple[Program, Missed]:
             inner.found += epilogues.find(inner, taken, kinds)
         if "normalization" in kinds:
             inner.found += norms.find(inner, taken, missed)
+        inner.found = [r for r in inner.found if not inner.splits_a_derivative(r)]
     return program, missed
-
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,9 +1,9 @@
 """Attention in a program, by its meaning: two products around a softmax over the axis that the
 second one sums.
 
-From each product on, :class:`_Follower` says what every value that depends on it is: scores, their
-maximum, exponentials, sums, probabilities, a result. Order of axes, grouped queries and casts
-follow from the equations; what stands between product and softmax is read by :mod:`.scores`.
+:mod:`.softmax` says what every value that depends on the first product is. Order of axes, grouped
+queries and casts follow from the equations; what stands between product and softmax is read by
+:mod:`.scores`.
 """
 
 from __future__ import annotations
@@ -16,258 +16,15 @@ import jax.numpy as jnp
 
 from ..ops import dot_product_attention
 from .known import is_known
-from .program import ELEMENTWISE, Equation, Program, Region, Value
-from .scores import (
-    LAYOUT,
-    Dims,
-    Positions,
-    Scores,
-    Seen,
-    Side,
-    Unclear,
-    band,
-    conjuncts,
-    lengths,
-    moved,
-    narrowed,
-    number,
-    read,
-    score_mod,
-    unchanged,
-)
-
-SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
-INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-probabilities"
-PROB, SUMS, OUT = "probabilities", "sums of exponentials", "result"
-_KEEPING = ("convert_element_type", "copy", "copy_p", "reduce_precision")
+from .masks import Positions, Seen, band, conjuncts, lengths
+from .program import Equation, Program, Region, Value
+from .scores import Dims, Scores, Side, Unclear, narrowed, number, read, score_mod
+from .softmax import OUT, PROB, SCORES, Follower
 
 _USED = (
-    "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the function "
-    "that is differentiated: jax.grad(jc.accelerate(loss))"
+    "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
+    "function that is differentiated: jax.grad(jc.accelerate(loss))"
 )
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a value is. ``dims``: the axis of the scores along which each of its dimensions varies,
-    or None. ``of``: the scores whose softmax it belongs to. ``shift``: what was subtracted from
-    them. ``axis``: the axis over which was reduced."""
-
-    kind: str
-    dims: Dims
-    of: Value | None = None
-    shift: Value | None = None
-    axis: int | None = None
-
-    def at(self, dims: Dims) -> _State:
-        return _State(self.kind, dims, self.of, self.shift, self.axis)
-
-
-class _Follower:
-    """The states of the values that follow from one product of scores."""
-
-    def __init__(self, product: Equation) -> None:
-        self.product = product
-        (scores,) = product.outs
-        dims = tuple(i if n != 1 else None for i, n in enumerate(scores.shape))
-        self.states: dict[Value, _State] = {scores: _State(SCORES, dims)}
-        self.second: Equation | None = None
-        self.dropped: list[str] = []
-        self._visit(scores)
-
-    def _visit(self, scores: Value) -> None:
-        todo, seen = {*scores.users}, set()
-        while todo:
-            equation = min(todo, key=lambda e: e.at)
-            todo.remove(equation)
-            seen.add(equation)
-            if equation.inner or len(equation.outs) != 1:
-                continue
-            state = self._state(equation)
-            if state is not None:
-                self.states[equation.outs[0]] = state
-                todo |= {e for e in equation.outs[0].users if e not in seen}
-
-    def _state(self, equation: Equation) -> _State | None:
-        name = equation.name
-        given = [self.states.get(v) for v in equation.ins]
-        if name in LAYOUT:
-            first = given[0]
-            dims = None if first is None else moved(equation, first.dims)
-            return None if first is None or dims is None else first.at(dims)
-        if name in _KEEPING:
-            return given[0]
-        if name == "stop_gradient":
-            return given[0] if given[0] is not None and given[0].kind == ROW else None
-        if name in ("reduce_max", "reduce_sum"):
-            return self._reduced(equation, given[0])
-        if name == "dot_general":
-            return self._product(equation, given)
-        if name not in ELEMENTWISE:
-            return None
-        same = unchanged(equation)
-        if same is not None and equation.ins[same].shape == equation.outs[0].shape:
-            return given[same]
-        return self._elementwise(equation, given)
-
-    def _reduced(self, equation: Equation, state: _State | None) -> _State | None:
-        axes = equation.params["axes"]
-        if state is None or any(axis >= len(state.dims) for axis in axes):
-            return None
-        over = {state.dims[axis] for axis in axes} - {None}
-        flat = all(
-            state.dims[a] is not None or equation.ins[0].shape[a] == 1 for a in axes
-        )
-        dims = tuple(d for i, d in enumerate(state.dims) if i not in axes)
-        if len(over) != 1 or not flat:
-            return None
-        (axis,) = over
-        if equation.name == "reduce_max":
-            return _State(ROW, dims, axis=axis) if state.kind == SCORES else None
-        right = state.kind == EXP and state.axis in (None, axis)
-        return _State(SUM, dims, state.of, state.shift, axis) if right else None
-
-    def _elementwise(self, equation: Equation, given: list[_State | None]) -> _State | None:
-        dims = self._common(equation, given)
-        if dims is None:
-            return None
-        states = [s for s in given if s is not None]
-        alone = all(v.shape == () or s is not None for v, s in zip(equation.ins, given, strict=True))
-        kinds, name = [s.kind for s in states], equation.name
-        return self._meaning(name, equation, given, states, kinds, dims, alone)
-
-    def _common(self, equation: Equation, given: list[_State | None]) -> Dims | None:
-        """The dims of an elementwise result; None if its operands do not fit together."""
-        shape = equation.outs[0].shape
-        dims: list[Any] = [None] * len(shape)
-        aside = False
-        for value, state in zip(equation.ins, given, strict=True):
-            if state is None:
-                aside |= value.shape != () and number(value) is None
-                continue
-            for i, d in enumerate(state.dims):
-                if d is not None and dims[i] not in (None, d):
-                    return None
-                dims[i] = dims[i] if d is None else d
-        free = [n for n, d in zip(shape, dims, strict=True) if d is None and n != 1]
-        return None if aside and free else tuple(dims)
-
-    def _meaning(
-        self,
-        name: str,
-        equation: Equation,
-        given: list[_State | None],
-        states: list[_State],
-        kinds: list[str],
-        dims: Dims,
-        alone: bool,
-    ) -> _State | None:
-        first = states[0]
-        ordered = len(states) == 2 and given[0] is states[0]
-        same = len(states) == 2 and states[0].of is states[1].of
-        match kinds:
-            case ["scores"] if name == "exp":
-                return _State(EXP, dims, equation.ins[0])
-            case [*all_] if {*all_} == {SCORES}:
-                return _State(SCORES, dims)
-            case [*all_] if {*all_} == {ROW} and alone:
-                axes = {s.axis for s in states}
-                return _State(ROW, dims, axis=axes.pop()) if len(axes) == 1 else None
-            case ["scores", "row"] if name == "sub" and ordered:
-                root = self._root(equation.ins[1])
-                return _State(SHIFTED, dims, equation.ins[0], root, states[1].axis)
-            case ["scores", "log-sum-exp"] if name == "sub" and same_z(equation.ins[0], states[1]):
-                return _State(LOGPROB, dims, states[1].of, None, states[1].axis)
-            case ["shifted"] if name == "exp":
-                return _State(EXP, dims, first.of, first.shift, first.axis)
-            case ["log-probabilities"] if name == "exp":
-                return _State(PROB, dims, first.of, None, first.axis)
-            case ["sum"] if name == "log":
-                return _State(LOGSUM, dims, first.of, first.shift, first.axis)
-            case ["sum"] if name == "div" and given[1] is first and number(equation.ins[0]) == 1:
-                return _State(INVERSE, dims, first.of, first.shift, first.axis)
-            case ["sum"] if name == "integer_pow" and equation.params["y"] == -1:
-                return _State(INVERSE, dims, first.of, first.shift, first.axis)
-            case ["log of sum", "row"] | ["row", "log of sum"] if name in ("add", "add_any"):
-                at = kinds.index(LOGSUM)
-                row = [v for v, s in zip(equation.ins, given, strict=True) if s is states[1 - at]]
-                if self._root(row[0]) is states[at].shift:
-                    return _State(TOTAL, dims, states[at].of, None, states[at].axis)
-            case ["shifted", "log of sum"] if name == "sub" and ordered and same:
-                if states[0].shift is states[1].shift:
-                    return _State(LOGPROB, dims, first.of, None, states[1].axis)
-            case ["exponentials", "sum"] if name == "div" and ordered and same:
-                if states[0].shift is states[1].shift:
-                    return _State(PROB, dims, first.of, None, states[1].axis)
-            case ["exponentials", "1 / sum"] | ["1 / sum", "exponentials"] if same:
-                if name == "mul" and states[0].shift is states[1].shift:
-                    axis = next(s.axis for s in states if s.kind == INVERSE)
-                    return _State(PROB, dims, first.of, None, axis)
-            case ["sums of exponentials", "sum"] if name == "div" and ordered and same:
-                if states[0].shift is states[1].shift and states[0].axis == states[1].axis:
-                    return _State(OUT, dims, first.of, None, first.axis)
-            case ["sums of exponentials", "1 / sum"] | ["1 / sum", "sums of exponentials"] if same:
-                if name == "mul" and states[0].shift is states[1].shift:
-                    return _State(OUT, dims, first.of, None, states[0].axis)
-            case ["probabilities"]:
-                self.dropped.append(
-                    f"the probabilities meet another array ({name}), as in dropout"
-                )
-        return None
-
-    def _root(self, value: Value) -> Value:
-        """A row before it was broadcast, cast or kept from the gradient."""
-        while (made := value.made_by) is not None and made.name in (
-            *LAYOUT, *_KEEPING, "stop_gradient",
-        ):  # fmt: skip
-            value = made.ins[0]
-        return value
-
-    def _product(self, equation: Equation, given: list[_State | None]) -> _State | None:
-        """The product with the values: sums over the keys, batch axes stay."""
-        states = [s for s in given if s is not None]
-        if len(states) != 1 or states[0].kind not in (PROB, EXP):
-            return None
-        (state,) = states
-        side = given.index(state)
-        (contract, batch) = equation.params["dimension_numbers"]
-        if not contract[side] and state.kind == PROB:
-            if number(equation.ins[1 - side]) != 1:  # a mask of heads that hides none
-                return None
-            axes = [*range(len(state.dims))]
-            axes = [*batch[side], *(i for i in axes if i not in batch[side])]
-            dims: list[Any] = [state.dims[i] for i in axes]
-            new = [None] * (len(equation.outs[0].shape) - len(dims))
-            at = len(dims) if side == 0 else len(batch[side])
-            return state.at((*dims[:at], *new, *dims[at:]))
-        if len(contract[side]) != 1:
-            return None
-        (axis,) = (state.dims[i] for i in contract[side])
-        in_batch = {state.dims[i] for i in batch[side]} - {None}
-        shared = {i for i, n in enumerate(self.product.outs[0].shape) if n != 1}
-        shared &= {*range(len(self.product.params["dimension_numbers"][1][0]))}
-        if axis is None or state.axis not in (None, axis) or in_batch != shared:
-            return None
-        if self.second not in (None, equation):
-            return None
-        self.second = equation
-        free = [
-            [i for i in range(len(v.shape)) if i not in (*contract[k], *batch[k])]
-            for k, v in enumerate(equation.ins)
-        ]
-        ends = [
-            [state.dims[i] if k == side else ("E", j) for j, i in enumerate(free[k])]
-            for k in (0, 1)
-        ]
-        dims = (*(state.dims[i] for i in batch[side]), *ends[0], *ends[1])
-        sized = zip(dims, equation.outs[0].shape, strict=True)
-        dims = tuple(d if n != 1 else None for d, n in sized)
-        kind = OUT if state.kind == PROB else SUMS
-        return _State(kind, dims, state.of, state.shift, axis)
-
-
-def same_z(value: Value, state: _State) -> bool:
-    return state.of is value
 
 
 # -- operands --------------------------------------------------------------------------------------
@@ -381,7 +138,7 @@ def find(program: Program, missed: list[tuple[Equation, str]]) -> list[Region]:
     for equation in program.equations:
         if equation.name != "dot_general" or equation in taken:
             continue
-        follower = _Follower(equation)
+        follower = Follower(equation)
         if not any(s.kind == PROB or s.kind == OUT for s in follower.states.values()):
             continue
         try:
@@ -395,7 +152,7 @@ def find(program: Program, missed: list[tuple[Equation, str]]) -> list[Region]:
     return regions
 
 
-def _region(program: Program, follower: _Follower) -> Region:
+def _region(program: Program, follower: Follower) -> Region:
     outs = [v for v, s in follower.states.items() if s.kind == OUT]
     if not outs or follower.second is None:
         why = follower.dropped or ["the probabilities do not meet values in a product"]
@@ -412,14 +169,15 @@ def _region(program: Program, follower: _Follower) -> Region:
         if program.used_outside(equations, value):
             raise Unclear(_USED.format(follower.states[value].kind))
     state = follower.states[last]
-    assert state.of is not None and state.axis is not None
+    assert state.of is not None
+    assert state.axis is not None
     dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
     found = _roles(follower, state.axis)
     scores = read(state.of, follower.product.outs[0], dims_of)
     return _built(found, scores, dims_of, follower, equations, last, state.dims)
 
 
-def _between(last: Value, follower: _Follower) -> set[Equation]:
+def _between(last: Value, follower: Follower) -> set[Equation]:
     found: set[Equation] = set()
     todo = [last]
     while todo:
@@ -432,7 +190,7 @@ def _between(last: Value, follower: _Follower) -> set[Equation]:
     return found
 
 
-def _roles(follower: _Follower, key: int) -> _Found:
+def _roles(follower: Follower, key: int) -> _Found:
     product, second = follower.product, follower.second
     assert second is not None
     contract, batch = product.params["dimension_numbers"]
@@ -461,13 +219,13 @@ def _roles(follower: _Follower, key: int) -> _Found:
     masked = _masked_axes(follower)
     query = max(rows, key=lambda a: (a in masked, sizes[a], a))
     groups = tuple(a for a in rows if a != query)
-    wide = [a for a in range(count)]
-    heads = tuple(wide[-1:]) if count > 1 else ()
-    batches = tuple(a for a in wide if a not in heads)
+    batches, heads = (*range(count),), ()
+    if count > 1:
+        batches, heads = batches[:-1], batches[-1:]
     return _Found(q, k, v, sizes, batches, heads, groups, query, key)
 
 
-def _masked_axes(follower: _Follower) -> set[Any]:
+def _masked_axes(follower: Follower) -> set[Any]:
     """Axes of the scores along which known masks vary."""
     found: set[Any] = set()
     for value, state in follower.states.items():
@@ -483,7 +241,7 @@ def _built(
     found: _Found,
     scores: Scores,
     dims_of: dict[Value, Dims],
-    follower: _Follower,
+    follower: Follower,
     equations: set[Equation],
     last: Value,
     out_dims: Dims,
@@ -500,7 +258,7 @@ def _built(
     if last.dtype.itemsize > dtype.itemsize:
         raise Unclear(f"the result of {dtype} operands is kept in {last.dtype}: cast it to {dtype}")
 
-    contract, batch = product.params["dimension_numbers"]
+    contract, _ = product.params["dimension_numbers"]
     of_key = 0 if _axes_of(product, 0).get(f.key) is not None else 1
     q_axes, k_axes = _axes_of(product, 1 - of_key), _axes_of(product, of_key)
     side = next(i for i, x in enumerate(second.ins) if x in follower.states)
@@ -518,7 +276,9 @@ def _built(
     t, s = f.sizes[f.query], f.sizes[f.key]
     h = math.prod(product.ins[0].shape[i] for i in contract[0])
     e = math.prod(second.ins[1 - side].shape[i] for i in v_free)
-    q_order = [q_axes[a] for a in (*f.batch, *f.heads, *f.groups, f.query)] + [*contract[1 - of_key]]
+    q_order = [q_axes[a] for a in (*f.batch, *f.heads, *f.groups, f.query)] + [
+        *contract[1 - of_key]
+    ]
     k_order = [k_axes[a] for a in (*f.batch, *f.heads, f.key)] + [*contract[of_key]]
     v_order = [v_axes[a] for a in (*f.batch, *f.heads) if a in v_axes] + [v_key, *v_free]
     factor = q.factor * k.factor
@@ -550,7 +310,7 @@ def _built(
             count = jnp.broadcast_to(rest[-1].reshape(-1), (b,)) + int(lens.factor)
             count = jnp.clip(count, 0, s).astype("int32")
         scale = factor * (1.0 if mod is not None else scores.scale)
-        given = dict(bias=bias, mask=mask, scale=scale, heads_first=True)
+        given = {"bias": bias, "mask": mask, "scale": scale, "heads_first": True}
         if seen is not None:
             given |= _band_arguments(seen)
         if count is not None:
@@ -583,16 +343,14 @@ def _axes_of(product: Equation, side: int) -> dict[int, int]:
 
 
 def _axes_of_values(
-    second: Equation, side: int, follower: _Follower
+    second: Equation, side: int, follower: Follower
 ) -> tuple[dict[int, int], int, list[int]]:
     contract, batch = second.params["dimension_numbers"]
     state, other = follower.states[second.ins[side]], 1 - side
     pairs = zip(batch[side], batch[other], strict=True)
     axes = {state.dims[i]: j for i, j in pairs if state.dims[i] is not None}
     free = [
-        i
-        for i in range(len(second.ins[other].shape))
-        if i not in (*contract[other], *batch[other])
+        i for i in range(len(second.ins[other].shape)) if i not in (*contract[other], *batch[other])
     ]
     return axes, contract[other][0], free
 
@@ -679,7 +437,13 @@ def _from_heads(
 ) -> Any:
     """(B, N, T, E) as the dimensions of the value that it replaces."""
     ends = [second.ins[1 - side].shape[i] for i in v_free]
-    axes: list[Any] = [*f.batch, *f.heads, *f.groups, f.query, *(("E", j) for j in range(len(ends)))]
+    axes: list[Any] = [
+        *f.batch,
+        *f.heads,
+        *f.groups,
+        f.query,
+        *(("E", j) for j in range(len(ends))),
+    ]
     sizes = [f.sizes[a] if not isinstance(a, tuple) else ends[a[1]] for a in axes]
     out = out.reshape(sizes)
     order = [axes.index(d) for d in dims if d is not None]

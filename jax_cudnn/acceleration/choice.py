@@ -53,8 +53,8 @@ def _decide(region: Region, where: Site) -> None:
 
 
 def _either(original: Callable[..., Any], jaxpr: Any, where: Site) -> Callable[..., Any]:
-    """The fused function of a jaxpr, whose derivative is that of the original equations where cuDNN does not
-    run forward and backward."""
+    """The fused function of a jaxpr, with the derivative of the original equations where cuDNN does
+    not run forward and backward."""
 
     @jax.custom_jvp
     def region(*operands: Any) -> Any:

@@ -172,7 +172,7 @@ def _terms(found: _Epilogue, arrays: Any, sizes: tuple[int, ...], place: Any) ->
 def _per_feature(x: Any, side: Side, sizes: tuple[int, ...], place: dict[int, int]) -> Any:
     x = x[tuple(slice(None) if d is not None else 0 for d in side.dims)]
     axes = [place[d] for d in side.dims if d is not None]
-    x = jnp.transpose(x, np.argsort(axes))
+    x = jnp.transpose(x, [*np.argsort(axes)])
     x = x.reshape([n if i in axes else 1 for i, n in enumerate(sizes)])
     x = jnp.broadcast_to(x, sizes).reshape(-1).astype("float32")
     return 1 / x if side.factor == -1 else -x if side.negated else x
@@ -276,7 +276,7 @@ def _activation(value: Value, equations: list[Equation]) -> str | None:
     """The name of the activation that equations compute of a value; None if cuDNN has none."""
     try:
         got = _evaluated(value, equations, _GRID)
-    except Exception:  # noqa: BLE001 (an operation that does not take float32)
+    except Exception:
         return None
     unit = float(jnp.finfo(value.dtype).eps) * _ROUNDINGS
     scale = 1 + np.abs(got)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .program import ELEMENTWISE, Equation, Value
+from .program import ELEMENTWISE, Equation, Value, same_order
 
 Block = tuple[tuple[int, int], ...]
+_Done = dict[tuple[Value, Block], np.ndarray]
 _MOST = 1 << 24  # elements of a value that is not computed in blocks
 _ROWS = 256
 
@@ -28,23 +29,14 @@ _NUMPY: dict[str, Any] = {
 """The meaning of elementwise operations in NumPy; all others are JAX's, of one block."""
 
 
-def is_known(value: Value, _depth: int = 0) -> bool:
+def is_known(value: Value) -> bool:
     """Whether a value depends on nothing that is passed to the program."""
-    if value.known is not None:
-        return True
-    if value.made_by is None:
-        return value.outside is not None and is_known(value.outside, _depth + 1)
-    equation = value.made_by
-    if equation.inner or equation.eqn.effects or len(equation.outs) != 1 or _depth > 200:
-        return False
-    if any(hasattr(v, "jaxpr") for v in equation.params.values()):
-        return False
-    return all(is_known(v, _depth + 1) for v in equation.ins)
+    return value.depth is not None
 
 
 def array(value: Value) -> np.ndarray:
     """A known value, with one element along the dimensions in which it does not vary."""
-    return _block(value, _ranges(value))
+    return _block(value, _ranges(value), {})
 
 
 def rows(value: Value, axis: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -53,67 +45,36 @@ def rows(value: Value, axis: int) -> Iterator[tuple[int, np.ndarray]]:
     for at in range(0, whole[axis][1], _ROWS):
         ranges = [*whole]
         ranges[axis] = at, min(at + _ROWS, whole[axis][1])
-        yield at, _block(value, tuple(ranges))
+        yield at, _block(value, tuple(ranges), {})
 
 
 def _ranges(value: Value) -> Block:
-    return tuple((0, n if v else 1) for n, v in zip(value.shape, varies(value), strict=True))
-
-
-def varies(value: Value) -> tuple[bool, ...]:
-    """Along which dimensions the elements of a value may differ."""
-    if value.varies is None:
-        value.varies = tuple(
-            one and size != 1 for one, size in zip(_varies(value), value.shape, strict=True)
-        )
-    return value.varies
-
-
-def _varies(value: Value) -> Sequence[bool]:
-    made, rank = value.made_by, len(value.shape)
-    if made is None:
-        if value.outside is not None:
-            return varies(value.outside)
-        return [True] * rank
-    params = made.params
-    if made.name in ELEMENTWISE:
-        given = [varies(v) for v in made.ins if v.shape]
-        return [any(axes) for axes in zip(*given, strict=True)] if given else [False] * rank
-    match made.name:
-        case "iota":
-            return [axis == params["dimension"] for axis in range(rank)]
-        case "broadcast_in_dim":
-            found = dict(zip(params["broadcast_dimensions"], varies(made.ins[0]), strict=True))
-            return [found.get(axis, False) for axis in range(rank)]
-        case "transpose":
-            return [varies(made.ins[0])[axis] for axis in params["permutation"]]
-        case "slice" | "dynamic_slice":
-            return varies(made.ins[0])
-        case "reshape" | "squeeze" | "expand_dims":
-            if not any(varies(made.ins[0])):
-                return [False] * rank
-            if _same_order(value, made.ins[0]):
-                pairs = zip(made.ins[0].shape, varies(made.ins[0]), strict=True)
-                wide = iter(one for size, one in pairs if size != 1)
-                return [size != 1 and next(wide) for size in value.shape]
-    return [True] * rank
+    return tuple((0, n if v else 1) for n, v in zip(value.shape, value.varies, strict=True))
 
 
 def is_small(value: Value) -> bool:
     return math.prod(value.shape) <= _MOST
 
 
-def _block(value: Value, block: Block) -> np.ndarray:
+def _block(value: Value, block: Block, done: _Done) -> np.ndarray:
+    """A block of a known value; ``done`` holds those that are computed already."""
+    key = value, block
+    if key not in done:
+        done[key] = _computed(value, block, done)
+    return done[key]
+
+
+def _computed(value: Value, block: Block, done: _Done) -> np.ndarray:
     shape = tuple(high - low for low, high in block)
     if value.known is not None:
         found = np.asarray(value.known, value.dtype)
         return np.broadcast_to(found, value.shape)[tuple(slice(*pair) for pair in block)]
     if value.made_by is None:
         assert value.outside is not None
-        return _block(value.outside, block)
+        return _block(value.outside, block, done)
     equation, params = value.made_by, value.made_by.params
     if equation.name in ELEMENTWISE:
-        operands = [_block(v, block if v.shape else ()) for v in equation.ins]
+        operands = [_block(v, block if v.shape else (), done) for v in equation.ins]
         return _elementwise(equation, operands, shape)
     match equation.name:
         case "iota":
@@ -128,21 +89,21 @@ def _block(value: Value, block: Block) -> np.ndarray:
             for size, axis in zip(operand.shape, params["broadcast_dimensions"], strict=True):
                 ranges.append(block[axis] if size == value.shape[axis] else (0, 1))
                 ones[axis] = ranges[-1][1] - ranges[-1][0]
-            return np.broadcast_to(_block(operand, tuple(ranges)).reshape(ones), shape)
+            return np.broadcast_to(_block(operand, tuple(ranges), done).reshape(ones), shape)
         case "transpose":
             (operand,), order = equation.ins, params["permutation"]
             ranges = [(0, 0)] * len(order)
             for axis, source in enumerate(order):
                 ranges[source] = block[axis]
-            return _block(operand, tuple(ranges)).transpose(order)
-        case "reshape" | "squeeze" | "expand_dims" if _same_order(value, equation.ins[0]):
+            return _block(operand, tuple(ranges), done).transpose(order)
+        case "reshape" | "squeeze" | "expand_dims" if same_order(value, equation.ins[0]):
             wide = iter(pair for pair, size in zip(block, value.shape, strict=True) if size != 1)
             ranges = [next(wide) if size != 1 else (0, 1) for size in equation.ins[0].shape]
-            return _block(equation.ins[0], tuple(ranges)).reshape(shape)
+            return _block(equation.ins[0], tuple(ranges), done).reshape(shape)
         case "slice" if not params["strides"] or {*params["strides"]} == {1}:
             starts = params["start_indices"]
             moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
-            return _block(equation.ins[0], moved)
+            return _block(equation.ins[0], moved, done)
         case "dynamic_slice":
             operand, *at = equation.ins
             moved = []
@@ -151,7 +112,7 @@ def _block(value: Value, block: Block) -> np.ndarray:
             ):
                 s = min(max(int(array(start)), 0), whole - size)
                 moved.append((a + s, b + s))
-            return _block(operand, tuple(moved))
+            return _block(operand, tuple(moved), done)
     if not all(is_small(v) for v in (value, *equation.ins)):
         raise MemoryError
     whole = _with_jax(equation, [array(v) for v in equation.ins])
@@ -168,10 +129,6 @@ def on_cpu() -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude it
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         yield
-
-
-def _same_order(a: Value, b: Value) -> bool:
-    return [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
 
 def _elementwise(equation: Equation, operands: list[np.ndarray], shape: Any) -> np.ndarray:

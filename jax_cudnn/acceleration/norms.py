@@ -14,7 +14,15 @@ from ..ops import layer_norm, rms_norm
 from .program import ELEMENTWISE, Equation, Program, Region, Value
 from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, narrowed, number, unchanged
 
-X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = "x", "x^2", "sum", "mean", "sum^2", "mean^2", "m^2"
+X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = (
+    "x",
+    "x^2",
+    "sum",
+    "mean",
+    "sum^2",
+    "mean^2",
+    "m^2",
+)
 CENTERED, DISTANCE, SUM_OF_DISTANCES, VARIANCE = "x - mean", "distance", "distances", "variance"
 WITH_EPSILON, DEVIATION, INVERSE = "variance + epsilon", "deviation", "1 / deviation"
 X_SCALED, MEAN_SCALED, NORM = "x / deviation", "mean / deviation", "normalized"
@@ -92,9 +100,7 @@ class _Follower:
                 dims[i] = dims[i] if d is None else d
         return tuple(dims)
 
-    def _meaning(
-        self, equation: Equation, given: list[_State | None], dims: Dims
-    ) -> _State | None:
+    def _meaning(self, equation: Equation, given: list[_State | None], dims: Dims) -> _State | None:
         name = equation.name
         states = [s for s in given if s is not None]
         others = [v for v, s in zip(equation.ins, given, strict=True) if s is None]
@@ -163,8 +169,10 @@ class _Follower:
         if name == "mul" or (kind == NORM and name in ("add", "add_any")):
             term = self._term(other, dims)
             how = "mul" if name == "mul" else "add"
-            return None if term is None else _with(
-                state, dims=dims, affine=(*state.affine, (how, term))
+            return (
+                None
+                if term is None
+                else _with(state, dims=dims, affine=(*state.affine, (how, term)))
             )
         return None
 
@@ -183,7 +191,9 @@ def _with(state: _State, **changes: Any) -> _State:
     return _State(**{**vars(state), **changes})
 
 
-def find(program: Program, taken: set[Equation], missed: list[tuple[Equation, str]]) -> list[Region]:
+def find(
+    program: Program, taken: set[Equation], missed: list[tuple[Equation, str]]
+) -> list[Region]:
     """The normalizations of a program."""
     regions, roots = [], dict.fromkeys(_roots(program))
     for root in roots:
@@ -269,10 +279,8 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
 def _of_axes(x: Any, side: Side, start: int, shape: tuple[int, ...]) -> Any:
     x = x[tuple(slice(None) if d is not None else 0 for d in side.dims)]
     axes = [d - start for d in side.dims if d is not None]
-    x = jnp.transpose(x, np.argsort(axes))
-    return jnp.broadcast_to(
-        x.reshape([n if i in axes else 1 for i, n in enumerate(shape)]), shape
-    )
+    x = jnp.transpose(x, [*np.argsort(axes)])
+    return jnp.broadcast_to(x.reshape([n if i in axes else 1 for i, n in enumerate(shape)]), shape)
 
 
 def _between(last: Value, follower: _Follower) -> set[Equation]:

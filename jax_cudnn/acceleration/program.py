@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 
 from .._core import compat
+from .._core.primitive import cudnn_p
 
 CUSTOM = "custom_jvp_call"
 ELEMENTWISE = {
@@ -30,24 +31,75 @@ class Value:
 
     ``made_by``: its equation; None for inputs, constants and literals. ``known``: the array of a
     constant or a literal. ``outside``: the equal value of the program around. ``varies``: along
-    which dimensions its elements differ (see :func:`.known.varies`).
+    which dimensions its elements may differ. ``depth``: how many equations compute it from
+    constants and positions alone; None if it depends on an input.
     """
 
-    __slots__ = ("aval", "known", "made_by", "outside", "users", "varies")
+    __slots__ = ("aval", "depth", "known", "made_by", "outside", "users", "varies")
 
     def __init__(self, aval: Any, known: Any = None, outside: Value | None = None) -> None:
         self.aval, self.known, self.outside = aval, known, outside
         self.made_by: Equation | None = None
-        self.varies: tuple[bool, ...] | None = None
         self.users: list[Equation] = []
+        self.depth: int | None = None if known is None else 0
+        self.varies = tuple(size != 1 for size in self.shape)
+        if outside is not None:
+            self.depth, self.varies = outside.depth, outside.varies
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.aval.shape)
+        return tuple(getattr(self.aval, "shape", ()))
 
     @property
     def dtype(self) -> Any:
         return self.aval.dtype
+
+    def follow(self, equation: Equation) -> None:
+        """Records that an equation makes it."""
+        self.made_by = equation
+        self.varies = tuple(
+            one and size != 1 for one, size in zip(_varies(self), self.shape, strict=True)
+        )
+        depths = [v.depth for v in equation.ins]
+        plain = not (equation.inner or equation.eqn.effects or len(equation.outs) != 1)
+        plain = plain and not any(
+            hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in equation.params.values()
+        )
+        if plain and None not in depths:
+            deepest = 1 + max((d for d in depths if d is not None), default=0)
+            self.depth = deepest if deepest <= _DEEPEST else None
+
+
+def _varies(value: Value) -> Sequence[bool]:
+    made, rank = value.made_by, len(value.shape)
+    assert made is not None
+    params = made.params
+    if made.name in ELEMENTWISE:
+        given = [v.varies for v in made.ins if v.shape]
+        return [any(axes) for axes in zip(*given, strict=True)] if given else [False] * rank
+    match made.name:
+        case "iota":
+            return [axis == params["dimension"] for axis in range(rank)]
+        case "broadcast_in_dim":
+            found = dict(zip(params["broadcast_dimensions"], made.ins[0].varies, strict=True))
+            return [found.get(axis, False) for axis in range(rank)]
+        case "transpose":
+            return [made.ins[0].varies[axis] for axis in params["permutation"]]
+        case "slice" | "dynamic_slice":
+            return made.ins[0].varies
+        case "reshape" | "squeeze" | "expand_dims":
+            if not any(made.ins[0].varies):
+                return [False] * rank
+            if same_order(value, made.ins[0]):
+                pairs = zip(made.ins[0].shape, made.ins[0].varies, strict=True)
+                wide = iter(one for size, one in pairs if size != 1)
+                return [size != 1 and next(wide) for size in value.shape]
+    return [True] * rank
+
+
+def same_order(a: Value, b: Value) -> bool:
+    """Whether two shapes differ in dimensions of one element alone."""
+    return [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
 
 @dataclass(eq=False)
@@ -83,6 +135,7 @@ class Call:
     body: list[Equation | Call]
 
 
+_DEEPEST = 200
 _CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
 
 
@@ -168,7 +221,7 @@ class Program:
                 for value in ins:
                     value.users.append(item)
                 for value in item.outs:
-                    value.made_by = item
+                    value.follow(item)
             else:
                 item = Call(jaxpr, eqn, ins, [], [])
                 inner, consts = seen
@@ -196,6 +249,15 @@ class Program:
         for equation in self.equations:
             for program in equation.inner.values():
                 yield from program.programs
+
+    def splits_a_derivative(self, region: Region) -> bool:
+        """Whether a function with a derivative of its own is replaced in part."""
+        calls = {c for e in region.equations for c in e.calls if c.eqn.primitive.name == CUSTOM}
+        return any(
+            e not in region.equations and not all(v.depth is not None for v in e.outs)
+            for e in self.equations
+            if calls.intersection(e.calls)
+        )
 
     def used_outside(self, region: set[Equation], value: Value) -> bool:
         """Whether a value is read by other equations than these, or is a result."""
@@ -238,7 +300,8 @@ class Program:
     def _run(self, body: Any, env: dict, ends: Any, gone: set[Equation], opened: set[Call]) -> None:
         for item in body:
             if isinstance(item, Call) and item in opened:
-                self._run(item.body, env, ends, gone, opened)
+                with compat.in_place_of(item.eqn):
+                    self._run(item.body, env, ends, gone, opened)
             elif isinstance(item, Equation) and item in ends:
                 region = ends[item]
                 given = [_read(env, v) for v in region.inputs]
@@ -343,7 +406,7 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
         return [*run(*values)]
     if equation.name in ("checkpoint", "remat", "remat2"):
         (program,) = equation.inner.values()
-        given = {name: params[name] for name in ("policy", "prevent_cse")}
+        given = {"policy": _policy(params["policy"]), "prevent_cse": params["prevent_cse"]}
         return [*jax.checkpoint(lambda *x: tuple(program.run(*x)), **given)(*values)]
     for (key, index), program in equation.inner.items():
         if program.holds_regions:
@@ -361,3 +424,27 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
                 several[index] = closed
                 params[key] = tuple(several)
     return bound(equation.jaxpr, equation.eqn.replace(params=params), values)
+
+
+def _policy(policy: Any) -> Any:
+    """A policy of ``jax.checkpoint`` that takes a graph for the operation whose work it does."""
+    if policy is None:
+        return None
+
+    def of(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive is cudnn_p:
+            methods = [call.node.method for call in params["spec"].calls if call.node.anchor]
+            primitive, params = _work_of(methods[0] if methods else "")
+        return policy(primitive, *avals, **params)
+
+    return of
+
+
+def _work_of(method: str) -> tuple[Any, dict[str, Any]]:
+    """A primitive of JAX for an operation, with the parameters that policies look at."""
+    if method.startswith("conv"):
+        return jax.lax.conv_general_dilated_p, {}
+    if method.startswith(("matmul", "sdpa")):
+        batch = ((), ()) if method == "matmul" else ((0,), (0,))
+        return jax.lax.dot_general_p, {"dimension_numbers": (((1,), (0,)), batch)}
+    return jax.lax.reduce_sum_p, {}

@@ -1,25 +1,22 @@
-"""What stands between the scores and their softmax: scale, bias, masks, a function of the scores.
-
-A mask is recognised by its values: one that is made of positions and constants is computed and
-compared with a band, one that compares positions with lengths of the batch elements becomes lengths.
-"""
+"""What stands between scores and their softmax: scale, bias, masks, a function of the scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .known import array, is_known, rows, varies
+from .known import array, is_known, rows
 from .program import ELEMENTWISE, Equation, Value
 
 Dims = tuple[Any, ...]
 """For each dimension of an array the axis of the scores along which it varies, or None."""
 
+_NUMBERS = "biufV"  # kinds of NumPy's dtypes; V are bfloat16 and the like
 HIDING = -1e4
 """A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
 LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
@@ -101,12 +98,12 @@ def narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:
         else:
             break
         value = operand
-    return value, tuple(d if v else None for d, v in zip(dims, varies(value), strict=True))
+    return value, tuple(d if v else None for d, v in zip(dims, value.varies, strict=True))
 
 
 def number(value: Value) -> float | None:
     """A value that is one known number in all places."""
-    if any(varies(value)) or not is_known(value):
+    if any(value.varies) or not is_known(value) or value.dtype.kind not in _NUMBERS:
         return None
     return float(array(value).reshape(()).astype("float64"))
 
@@ -200,151 +197,16 @@ def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
             infinite = any(math.isinf(n) for n in numbers if n is not None)
             return Side(which, dims, negated=low[1]), infinite
     if is_known(value):
-        if not any(varies(value)):
+        if not any(value.varies):
             return None
         lowest = -math.inf
-        for _, block in rows(value, varies(value).index(True)):
+        for _, block in rows(value, value.varies.index(True)):
             seen = block.astype("float32") * side.factor
             if not np.all((seen == 0) | (seen <= HIDING)):
                 return None
             if np.any(seen < 0):
                 lowest = max(lowest, float(seen[seen < 0].max()))
         return Side(value, dims, side.factor), lowest == -math.inf  # True where it is 0
-    return None
-
-
-# -- masks -----------------------------------------------------------------------------------------
-
-
-def conjuncts(mask: Side) -> Iterator[Side]:
-    """The conditions that must all hold where a mask is True."""
-    value, dims = narrowed(mask.value, mask.dims)
-    made = value.made_by
-    if made is not None:
-        if made.name == "and" and not mask.negated:
-            for v in made.ins:
-                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ())))
-            return
-        if made.name == "or" and mask.negated:
-            for v in made.ins:
-                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ()), negated=True))
-            return
-        if made.name == "not":
-            yield from conjuncts(Side(made.ins[0], dims, negated=not mask.negated))
-            return
-        if made.name in ("gt", "ne") and number(made.ins[1]) == 0:
-            was, at = narrowed(made.ins[0], dims)
-            while (cast := was.made_by) is not None and cast.name in CASTS:
-                was, at = narrowed(cast.ins[0], at)
-            if was.dtype == bool:
-                yield from conjuncts(Side(was, at, negated=mask.negated))
-                return
-        if made.name in ("convert_element_type", "copy") and made.ins[0].dtype == bool:
-            yield from conjuncts(Side(made.ins[0], dims, negated=mask.negated))
-            return
-    yield Side(value, dims, mask.factor, mask.negated)
-
-
-@dataclass(frozen=True)
-class Positions:
-    """The axes of queries and keys among those of the scores, and their sizes."""
-
-    query: int
-    key: int
-    queries: int
-    keys: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A band of keys that a query sees: up to ``right`` after and fewer than ``left`` before its
-    own position, which is counted from the end if ``bottom_right``; None for all."""
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-
-
-def _truth(side: Side) -> Callable[[np.ndarray], np.ndarray]:
-    if side.value.dtype == bool:
-        return np.logical_not if side.negated else (lambda x: x)
-    return lambda x: x == 0  # of a bias
-
-
-def band(side: Side, at: Positions) -> Seen | None:
-    """The band that a known mask of queries and keys is; None for other masks."""
-    if {d for d in side.dims if d is not None} - {at.query, at.key}:
-        return None
-    truth, axes = _truth(side), [d for d in side.dims if d is not None]
-    first = np.empty(at.queries, np.int64)
-    last = np.empty(at.queries, np.int64)
-    if at.query in axes:
-        blocks: Any = rows(side.value, side.dims.index(at.query))
-    else:
-        blocks = [(0, array(side.value))]
-    for start, block in blocks:
-        block = truth(block)
-        if at.query in axes and at.key in axes:
-            if axes == [at.key, at.query]:
-                block = block.reshape(at.keys, -1).T
-            block = block.reshape(-1, at.keys)
-        else:
-            block = block.reshape((-1, 1) if at.query in axes else (1, -1))
-        block = np.broadcast_to(block, (block.shape[0], at.keys))
-        count = block.sum(1)
-        if not count.all():
-            return None
-        low, high = block.argmax(1), at.keys - 1 - block[:, ::-1].argmax(1)
-        if np.any(high - low + 1 != count):
-            return None
-        end = start + len(block) if at.query in axes else at.queries
-        first[start:end], last[start:end] = low, high
-    return _fitted(first, last, at)
-
-
-def _fitted(first: np.ndarray, last: np.ndarray, at: Positions) -> Seen | None:
-    query = np.arange(at.queries)
-    for bottom_right in (False, True) if at.queries != at.keys else (False,):
-        own = query + (at.keys - at.queries if bottom_right else 0)
-        right = left = None
-        inside = last < at.keys - 1
-        if inside.any():
-            right = int((last - own)[inside][0])
-        inside = first > 0
-        if inside.any():
-            left = int((own - first)[inside][0]) + 1
-        if (right is not None and right < 0) or (left is not None and left < 1):
-            continue
-        high = at.keys - 1 if right is None else np.minimum(own + right, at.keys - 1)
-        low = 0 if left is None else np.maximum(own - left + 1, 0)
-        if np.array_equal(np.broadcast_to(high, last.shape), last) and np.array_equal(
-            np.broadcast_to(low, first.shape), first
-        ):
-            return Seen(left, right, bottom_right and (left, right) != (None, None))
-    return None
-
-
-def lengths(side: Side, at: Positions, batch: frozenset[int]) -> Side | None:
-    """The number of keys of each batch element, where a mask is ``position < length``."""
-    made = side.value.made_by
-    if made is None or made.name not in ("lt", "gt", "le", "ge") or side.value.dtype != bool:
-        return None
-    operands = [narrowed(v, side.dims if v.shape else ()) for v in made.ins]
-    kinds = [{d for d in dims if d is not None} for _, dims in operands]
-    for i, (position, length) in enumerate((operands, operands[::-1])):
-        along, of = kinds[i], kinds[1 - i]
-        if along != {at.key} or not of <= batch or not is_known(position[0]):
-            continue
-        if is_known(length[0]) or not np.issubdtype(length[0].dtype, np.integer):
-            continue
-        places = array(position[0]).reshape(-1)  # it varies along the keys alone
-        if not np.array_equal(places, np.arange(at.keys)):
-            continue
-        name = made.name if i == 0 else {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}[made.name]
-        if side.negated:
-            name = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}[name]
-        if name in ("lt", "le"):  # position < length, position <= last
-            return Side(*length, factor=0.0 if name == "lt" else 1.0)  # what to add
     return None
 
 
