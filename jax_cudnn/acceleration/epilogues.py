@@ -186,7 +186,7 @@ def _epilogue(
 ) -> _Epilogue | None:
     """What follows a product; None if nothing that cuDNN fuses does."""
     found = _Epilogue(product.outs[0], {product})
-    while found.last not in program.outs:
+    while found.last.users and found.last not in program.outs:
         users = {*found.last.users}
         if len(users) == 1:
             (user,) = users

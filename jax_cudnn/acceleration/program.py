@@ -207,6 +207,10 @@ class Program:
         self.inputs = [env[v] for v in (*jaxpr.constvars, *jaxpr.invars)]
         self.body = self._flat(jaxpr, env, ())
         self.outs = [_value(env, v) for v in jaxpr.outvars]
+        live = self._needed({}, set())
+        for equation in self.equations:
+            for value in equation.ins:
+                value.users = [user for user in value.users if user in live]
 
     def _flat(self, jaxpr: Any, env: dict, calls: tuple[Call, ...]) -> list[Equation | Call]:
         body: list[Equation | Call] = []

@@ -142,6 +142,8 @@ class Follower:
                 return State(EXP, dims, first.of, first.shift, first.axis)
             case ["log-probabilities"] if name == "exp":
                 return State(PROB, dims, first.of, None, first.axis)
+            case ["sum"] if name == "abs":  # of exponentials
+                return first.at(dims)
             case ["sum"] if name == "log":
                 return State(LOGSUM, dims, first.of, first.shift, first.axis)
             case ["sum"] if name == "div" and given[1] is first and number(equation.ins[0]) == 1:
