@@ -18,7 +18,8 @@ from .known import on_cpu
 from .program import CUSTOM, ELEMENTWISE, Equation, Program, Region, Value
 from .scores import CASTS, Side, narrowed, number
 
-_GRID = np.concatenate([np.linspace(-12, 12, 4801), [-100.0, -30.0, 30.0, 60.0]]).astype("float32")
+_FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30, 3e38])
+_GRID = np.concatenate([np.linspace(-12, 12, 4801), _FAR, -_FAR]).astype("float32")
 _ROUNDINGS = 2  # of constants in the dtype of the program, by which an activation may differ
 _KINKS = np.asarray([0.0, 6.0], "float32")
 _NAMES = (
@@ -66,6 +67,7 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
     a, b = equation.ins
     if batch[0] or str(a.dtype) not in _FLOATS or a.dtype != b.dtype or a is b:
         return None
+    contract = [*zip(*sorted(zip(*contract, strict=True)), strict=True)] or contract
     free = [
         [i for i in range(len(v.shape)) if i not in c]
         for v, c in zip((a, b), contract, strict=True)
@@ -256,8 +258,8 @@ def _activated(program: Program, found: _Epilogue, taken: set[Equation]) -> bool
             continue
         closure[equation] = None
         values |= {*equation.outs}
-    # The shortest part of it with one value that others read, which is an activation.
-    for end in closure:
+    # The longest part of it with one value that others read, which is an activation.
+    for end in reversed(closure):
         part = [e for e in closure if e.at <= end.at]
         inner = {found.last, *(v for e in part[:-1] for v in e.outs)}
         needed = {*part}
@@ -279,8 +281,13 @@ def _activation(value: Value, equations: list[Equation]) -> str | None:
     except Exception:
         return None
     unit = float(jnp.finfo(value.dtype).eps) * _ROUNDINGS
-    scale = 1 + np.abs(got)
-    errors = {name: np.max(np.abs(got - y) / scale) for name, y in _activations().items()}
+    finite = np.isfinite(got)  # one written by hand may overflow, far away
+    if not finite[np.abs(_GRID) <= 60].all():
+        return None
+    errors = {
+        name: np.max((np.abs(got - y) / (1 + np.abs(got)))[finite])
+        for name, y in _activations().items()
+    }
     best = min(errors, key=lambda name: errors[name])
     if errors[best] > max(unit, 1e-5):
         return None

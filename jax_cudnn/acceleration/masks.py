@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .known import array, is_known, rows
-from .scores import CASTS, Side, narrowed, number
+from .program import Value
+from .scores import CASTS, Dims, Side, narrowed, number
 
 
 def conjuncts(mask: Side) -> Iterator[Side]:
@@ -20,11 +21,11 @@ def conjuncts(mask: Side) -> Iterator[Side]:
     if made is not None:
         if made.name == "and" and not mask.negated:
             for v in made.ins:
-                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ())))
+                yield from conjuncts(Side(*_narrowed(v, dims)))
             return
         if made.name == "or" and mask.negated:
             for v in made.ins:
-                yield from conjuncts(Side(*narrowed(v, dims if v.shape else ()), negated=True))
+                yield from conjuncts(Side(*_narrowed(v, dims), negated=True))
             return
         if made.name == "select_n" and len(made.ins) == 3 and not mask.negated:
             for way in (0, 1):  # where(p, x, False) is p & x
@@ -115,10 +116,10 @@ def _compared(side: Side, at: Positions) -> Seen | None:
     turned = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
     if made is None or made.name not in turned or side.value.dtype != bool:
         return None
-    name, operands, less = made.name, [narrowed(v, side.dims) for v in made.ins], 0.0
+    name, operands, less = made.name, [_narrowed(v, side.dims) for v in made.ins], 0.0
     difference, by = operands[0][0].made_by, number(made.ins[1])
     if by is not None and difference is not None and difference.name == "sub":
-        operands = [narrowed(v, operands[0][1]) for v in difference.ins]
+        operands = [_narrowed(v, operands[0][1]) for v in difference.ins]
         less = by  # f - g >= c is f - c >= g
     along = [{d for d in dims if d is not None} for _, dims in operands]
     if along == [{at.key}, {at.query}]:
@@ -142,8 +143,13 @@ def _compared(side: Side, at: Positions) -> Seen | None:
     return _fitted(first, last, at) if np.all(first <= last) else None
 
 
+def _narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:
+    return narrowed(value, dims if value.shape else ())
+
+
 def _fitted(first: np.ndarray, last: np.ndarray, at: Positions) -> Seen | None:
     query = np.arange(at.queries)
+    found = None
     for bottom_right in (False, True) if at.queries != at.keys else (False,):
         own = query + (at.keys - at.queries if bottom_right else 0)
         right = left = None
@@ -160,8 +166,9 @@ def _fitted(first: np.ndarray, last: np.ndarray, at: Positions) -> Seen | None:
         if np.array_equal(np.broadcast_to(high, last.shape), last) and np.array_equal(
             np.broadcast_to(low, first.shape), first
         ):
-            return Seen(left, right, bottom_right and (left, right) != (None, None))
-    return None
+            seen = Seen(left, right, bottom_right and (left, right) != (None, None))
+            found = seen if found is None or seen.right == 0 else found
+    return found
 
 
 def lengths(side: Side, at: Positions, batch: frozenset[int]) -> Side | None:
@@ -169,7 +176,7 @@ def lengths(side: Side, at: Positions, batch: frozenset[int]) -> Side | None:
     made = side.value.made_by
     if made is None or made.name not in ("lt", "gt", "le", "ge") or side.value.dtype != bool:
         return None
-    operands = [narrowed(v, side.dims if v.shape else ()) for v in made.ins]
+    operands = [_narrowed(v, side.dims) for v in made.ins]
     kinds = [{d for d in dims if d is not None} for _, dims in operands]
     for i, (position, length) in enumerate((operands, operands[::-1])):
         along, of = kinds[i], kinds[1 - i]

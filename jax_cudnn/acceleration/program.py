@@ -269,13 +269,14 @@ class Program:
 
     def run(self, *arrays: Any) -> list[Any]:
         """The results, for constants and inputs. An equation that only a replaced one needed is
-        left out; every other one runs as it stands."""
+        left out, as dead ones are; every other one runs as it stands."""
         env = dict(zip(self.inputs, arrays, strict=True))
         ends = {region.last: region for region in self.regions}
         gone = {e for region in self.regions for e in region.equations}
-        before, after = self._needed({}, set()), self._needed(ends, gone)
-        opened = self._opened(before - after)
-        self._run(self.body, env, ends, gone | (before - after), opened)
+        needed = self._needed(ends, gone)
+        opened = self._opened(self._needed({}, set()) - needed)
+        wanted = needed | {call for equation in needed for call in equation.calls}
+        self._run(self.body, env, ends, wanted, opened)
         return [_read(env, v) for v in self.outs]
 
     def _opened(self, left_out: set[Equation]) -> set[Call]:
@@ -301,18 +302,20 @@ class Program:
                 needed.add(equation)
         return needed
 
-    def _run(self, body: Any, env: dict, ends: Any, gone: set[Equation], opened: set[Call]) -> None:
+    def _run(self, body: Any, env: dict, ends: Any, wanted: set[Any], opened: set[Call]) -> None:
         for item in body:
+            if item not in wanted:
+                continue
             if isinstance(item, Call) and item in opened:
                 with compat.in_place_of(item.eqn):
-                    self._run(item.body, env, ends, gone, opened)
+                    self._run(item.body, env, ends, wanted, opened)
             elif isinstance(item, Equation) and item in ends:
                 region = ends[item]
                 given = [_read(env, v) for v in region.inputs]
                 with compat.in_place_of(region.first.eqn):
                     made = region.emit(*given)
                 env[region.output] = _as_aval(made, region.output.aval)
-            elif isinstance(item, Call) or item not in gone:
+            else:
                 values = [_read(env, v) for v in item.ins]
                 if isinstance(item, Equation) and any(p.holds_regions for p in item.inner.values()):
                     made = _rewritten(item, values)

@@ -119,9 +119,8 @@ class Follower:
         self, equation: Equation, given: list[State | None], states: list[State], dims: Dims
     ) -> State | None:
         name, kinds = equation.name, [s.kind for s in states]
-        alone = all(
-            v.shape == () or s is not None for v, s in zip(equation.ins, given, strict=True)
-        )
+        pairs = zip(equation.ins, given, strict=True)
+        alone = all(s is not None or not any(v.varies) for v, s in pairs)
         first = states[0]
         ordered = len(states) == 2 and given[0] is states[0]
         same = len(states) == 2 and states[0].of is states[1].of

@@ -1,0 +1,240 @@
+"""``jax_cudnn.accelerate``: what it replaces for a GPU, what it says, and what it leaves alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from acceleration.test_program import arrays
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+from jax_cudnn._core.plans.collect import in_jaxpr
+
+SHAPE = (2, 128, 2, 64)
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def graphs(fn, *args, gpu="H200"):
+    with jc.target(gpu):
+        return [name for name, _ in in_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)]
+
+
+def half(*shapes):
+    return arrays(*shapes, dtype="bfloat16")
+
+
+def test_without_a_gpu_it_is_the_function():
+    args = half(*[SHAPE] * 3)
+    fast = jc.accelerate(attend)
+    assert str(jax.make_jaxpr(fast)(*args)) == str(jax.make_jaxpr(attend)(*args))
+    assert fast.__name__ == "attend"
+    assert "attend" in repr(fast)
+
+
+@pytest.mark.deviceless
+def test_forward_and_backward_are_one_graph_each():
+    args = half(*[SHAPE] * 3)
+    fast = jc.accelerate(attend)
+    assert graphs(fast, *args) == ["dot_product_attention"]
+    loss = lambda *x: (fast(*x).astype("float32") ** 2).sum()  # noqa: E731
+    both = ["dot_product_attention", "dot_product_attention (backward)"]
+    for step in (jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss)), jax.value_and_grad(loss)):
+        assert graphs(step, *args) == both
+    assert graphs(jax.grad(jax.checkpoint(loss)), *args) == [both[0], *both]
+    with jc.target("H200"):
+        wide = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*arrays(*[SHAPE] * 3))
+        plain = jax.grad(lambda *x: (attend(*x).astype("float32") ** 2).sum(), (0, 1, 2))(*args)
+        ours = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+    for exact, a, b in zip(wide, plain, ours, strict=True):
+        error = lambda x, exact=exact: np.linalg.norm(np.asarray(x, "float32") - exact)  # noqa: E731
+        assert error(b) <= 1.5 * error(a)
+
+
+@pytest.mark.deviceless
+def test_a_backward_that_xla_runs_is_that_of_the_users_equations():
+    args = arrays(*[SHAPE] * 3)  # float32: cuDNN has a forward alone
+    fast = jc.accelerate(attend)
+    assert graphs(fast, *args) == ["dot_product_attention"]
+    step = lambda f: jax.grad(lambda *x: (f(*x) ** 2).sum())  # noqa: E731
+    assert graphs(step(fast), *args) == []
+    with jc.target("H200"):
+        dots = [str(jax.make_jaxpr(step(f))(*args)).count("dot_general") for f in (attend, fast)]
+    assert dots[0] == dots[1]
+
+
+@pytest.mark.deviceless
+def test_what_xla_runs_faster_stays_the_users_equations():
+    x, s, b = half((64, 128), (128,), (128,))
+
+    def norm(x, s, b):
+        y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return y * s + b
+
+    report = jc.accelerate(norm).report(x, s, b, gpu="H200").to_json()
+    (region,) = report["regions"]
+    if region["runs_on"] == "XLA":
+        assert region["why"]
+        with jc.target("H200"):
+            text = str(jax.make_jaxpr(jc.accelerate(norm))(x, s, b))
+        assert text == str(jax.make_jaxpr(norm)(x, s, b))
+    with jc.implementation("xla"):
+        args = half(*[SHAPE] * 3)
+        assert graphs(jc.accelerate(attend), *args) == []
+
+
+@pytest.mark.deviceless
+def test_report_and_explain():
+    x = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
+
+    def model(q, k, v):
+        out, _ = jax.lax.scan(lambda c, _: (attend(c, k, v), None), q, None, 4)
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", out, k))
+        return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+    fast = jc.accelerate(model)
+    undecided = fast.report(x, x, x).to_json()
+    assert [(r["kind"], r["times"], r["runs_on"]) for r in undecided["regions"]] == [
+        ("attention", 4, "")
+    ]
+    report = fast.report(x, x, x, gpu="H200")
+    (region,) = report.to_json()["regions"]
+    assert region["runs_on"] == "cuDNN"
+    assert region["at"].startswith(f"{__file__}:")
+    assert "causal" in region["what"]
+    (missed,) = report.to_json()["missed"]
+    assert "used elsewhere" in missed["why"]
+    text = str(report)
+    assert text.startswith("model for H200: 1 found: 1 on cuDNN")
+    assert "nearly, at" in text
+    explained = jc.explain(fast, x, x, x, gpu="H200")
+    (graph,) = explained.to_json()["graphs"]
+    assert graph["times"] == 4
+    assert "test_accelerate.py" in next(iter(graph["called"]))
+    made = jc.plans(fast, x, x, x, gpus=["H200", "A100"])
+    assert {gpu: [*plans] for gpu, plans in made.items()} == {
+        "H200": ["dot_product_attention"], "A100": ["dot_product_attention"],
+    }  # fmt: skip
+
+
+@pytest.mark.deviceless
+def test_the_second_call_traces_nothing_and_other_settings_do():
+    traces = 0
+
+    def counted(q, k, v, *, scale=1.0):
+        nonlocal traces
+        traces += 1
+        return attend(q * scale, k, v)
+
+    args = half(*[SHAPE] * 3)
+    fast = jc.accelerate(counted)
+    with jc.target("H200"):
+        for _ in range(2):
+            jax.block_until_ready(fast(*args))
+        assert traces == 1
+        fast(*args, scale=0.5)
+        assert traces == 2
+        fast(*args, scale=0.5)
+        assert traces == 2
+    with jc.target("A100"):
+        fast(*args)
+    assert traces == 3
+
+
+@pytest.mark.deviceless
+def test_what_a_function_closes_over():
+    q, k, v = half(*[SHAPE] * 3)
+    held = {"k": k}
+    fast = jc.accelerate(lambda q: attend(q, held["k"], v))
+    with jc.target("H200"):
+        first = fast(q)
+        held["k"] = 2 * k  # read anew, as without accelerate
+        np.testing.assert_array_equal(fast(q), jc.accelerate(attend)(q, 2 * k, v))
+        assert not np.array_equal(first, fast(q))
+
+        def loss(k):
+            return jc.accelerate(lambda q: attend(q, k, v))(q).astype("float32").sum()
+
+        want = jax.grad(lambda k: attend(q, k, v).astype("float32").sum())(k)
+        got = jax.jit(jax.grad(loss))(k)
+        np.testing.assert_allclose(
+            got.astype("float32"), want.astype("float32"), rtol=0.1, atol=0.2
+        )
+
+
+@pytest.mark.deviceless
+def test_decorators_methods_and_callable_pytrees():
+    q, k, v = half(*[SHAPE] * 3)
+
+    class Layer:
+        @jc.accelerate(only=["attention"])
+        def __call__(self, q, k, v):
+            return attend(q, k, v)
+
+    assert graphs(Layer().__call__, q, k, v) == ["dot_product_attention"]
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Block:
+        k: jax.Array
+        v: jax.Array
+
+        def __call__(self, q):
+            return attend(q, self.k, self.v)
+
+    fast = jc.accelerate(Block(k, v))
+    assert len(jax.tree.leaves(fast)) == 2
+    run = lambda block, q: block(q)  # noqa: E731
+    assert graphs(run, fast, q) == ["dot_product_attention"]
+    doubled = jax.tree.map(lambda x: 2 * x, fast)
+    with jc.target("H200"):
+        np.testing.assert_array_equal(doubled(q), jc.accelerate(attend)(q, 2 * k, 2 * v))
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.MultiheadAttention(2, 64, key=jax.random.key(0), dtype=jnp.bfloat16)
+    x = half((128, 64))[0]
+    assert "dot_product_attention" in graphs(eqx.filter_jit(jc.accelerate(layer)), x, x, x)
+
+
+def test_what_it_does_not_take():
+    with pytest.raises(jc.GraphTypeError, match="no function"):
+        jc.accelerate(3)
+    for kinds in (["attentions"], "attention"):
+        with pytest.raises(jc.GraphTypeError, match="unknown kind"):
+            jc.accelerate(attend, only=kinds)
+
+
+@pytest.mark.deviceless
+def test_kinds_are_chosen():
+    x, w, b = half((4, 256, 64), (64, 64), (64,))
+
+    def block(x, w, b):
+        h = jax.nn.relu(x @ w + b).reshape(4, 256, 1, 64)
+        return attend(h, h, h)
+
+    kinds = lambda **given: [  # noqa: E731
+        r["kind"] for r in jc.accelerate(block, **given).report(x, w, b).to_json()["regions"]
+    ]
+    assert kinds() == ["attention", "product"]
+    assert kinds(only=["product"]) == ["product"]
+    assert kinds(without=["product", "convolution"]) == ["attention"]
+
+
+@pytest.mark.deviceless
+def test_arrays_on_a_mesh_stay_sharded():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch = jax.NamedSharding(mesh, P("x"))
+    args = [jax.device_put(x, batch) for x in half(*[(4, 64, 2, 64)] * 3)]
+    fast = jc.accelerate(attend)
+    with jc.target("H200"):
+        out = jax.jit(fast)(*args)
+        text = jax.jit(fast).lower(*args).compile().as_text()
+    assert out.sharding.is_equivalent_to(batch, 4)
+    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
+    want = jax.jit(attend)(*args)
+    np.testing.assert_allclose(out.astype("float32"), want.astype("float32"), atol=0.05)

@@ -1,0 +1,270 @@
+"""Attention is found however it is written, with what stands between scores and softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from acceleration.test_program import arrays, replaced
+from jax import nn
+
+from jax_cudnn.acceleration.api import search
+
+B, T, N, H = 2, 12, 4, 8
+
+
+def weights(scores, mask=None, how="softmax", least=-1e30):
+    if mask is not None:
+        scores = jnp.where(mask, scores, least)
+    if how == "softmax":
+        return nn.softmax(scores)
+    if how == "float32":
+        return nn.softmax(scores.astype("float32")).astype(scores.dtype)
+    if how == "by hand":
+        e = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+    if how == "inverse":
+        e = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+        return e * (1 / e.sum(-1, keepdims=True))
+    if how == "unshifted":
+        e = jnp.exp(scores)
+        return e / e.sum(-1)[..., None]
+    if how == "log-sum-exp":
+        return jnp.exp(scores - nn.logsumexp(scores, -1, keepdims=True))
+    assert how == "log-softmax"
+    return jnp.exp(nn.log_softmax(scores))
+
+
+def attend(q, k, v, mask=None, how="softmax", least=-1e30):
+    p = weights(jnp.einsum("bthd,bshd->bhts", q, k) * H**-0.5, mask, how, least)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def rows_and_columns(keys=T):
+    return jnp.arange(T)[:, None], jnp.arange(keys)[None]
+
+
+def causal(q, k, v, **how):
+    rows, columns = rows_and_columns()
+    return attend(q, k, v, rows >= columns, **how)
+
+
+def grouped(q, k, v, repeat):
+    return causal(q, repeat(k[:, :, :2]), repeat(v[:, :, :2]))
+
+
+def online(q, k, v):
+    e = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k) / 3)
+    return jnp.einsum("bhts,bshd->bthd", e, v) / e.sum(-1).swapaxes(1, 2)[..., None]
+
+
+def of_one_head(q, k, v):
+    return nn.softmax(q @ k.T / 4) @ v
+
+
+def with_mask_buffer(q, k, v):
+    buffer = jnp.tril(jnp.ones((1, 1, 32, 32), bool))
+    return attend(q, k, v, jax.lax.dynamic_slice(buffer, (0, 0, 0, 0), (1, 1, T, T)))
+
+
+def in_groups(q, k, v):
+    q = q.reshape(B, T, 2, 2, H)
+    s = jnp.einsum("btkgd,bskd->bkgts", q, k[:, :, :2])
+    out = jnp.einsum("bkgts,bskd->btkgd", weights(s), v[:, :, :2])
+    return out.reshape(B, T, N, H)
+
+
+def biased(q, k, v, bias):
+    s = jnp.einsum("bthd,bshd->bhts", q, k) + bias
+    return jnp.einsum("bhts,bshd->bthd", nn.softmax(s), v)
+
+
+def softcapped(q, k, v):
+    s = 5 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 5)
+    return jnp.einsum("bhts,bshd->bthd", weights(s, jnp.tril(jnp.ones((T, T), bool))), v)
+
+
+def relative(q, k, v):
+    rows, columns = rows_and_columns()
+    s = jnp.einsum("bthd,bshd->bhts", q, k) - 0.1 * jnp.abs(rows - columns)
+    return jnp.einsum("bhts,bshd->bthd", nn.softmax(s), v)
+
+
+LOW = float(jnp.finfo("float32").min)
+CASES = {
+    **{how: (lambda q, k, v, h=how: causal(q, k, v, how=h), "causal") for how in (
+        "softmax", "float32", "by hand", "inverse", "unshifted", "log-sum-exp", "log-softmax",
+    )},
+    "plain": (attend, ""),
+    "of jax.nn": (lambda q, k, v: nn.dot_product_attention(q, k, v, is_causal=True), "causal"),
+    "window of jax.nn": (
+        lambda q, k, v: nn.dot_product_attention(q, k, v, local_window_size=(3, 0)), "causal"),
+    "added mask": (
+        lambda q, k, v: biased(q, k, v, jnp.where(jnp.tril(jnp.ones((T, T))) > 0, 0.0, LOW)),
+        "causal"),
+    "mask of numbers": (
+        lambda q, k, v: biased(q, k, v, (1 - jnp.tril(jnp.ones((T, T)))) * -1e9), "causal"),
+    "comparison of a difference": (
+        lambda q, k, v: attend(q, k, v, (lambda r, c: r - c >= 0)(*rows_and_columns())), "causal"),
+    "infinite": (lambda q, k, v: causal(q, k, v, least=-jnp.inf), "causal"),
+    "the other way around": (
+        lambda q, k, v: attend(q, k, v, ~(lambda r, c: r < c)(*rows_and_columns())), "causal"),
+    "buffer": (with_mask_buffer, "causal"),
+    "both sides": (
+        lambda q, k, v: attend(q, k, v, (lambda r, c: abs(r - c) <= 2)(*rows_and_columns())),
+        "a band"),
+    "repeat": (lambda q, k, v: grouped(q, k, v, lambda x: jnp.repeat(x, 2, 2)), "causal"),
+    "broadcast": (
+        lambda q, k, v: grouped(q, k, v, lambda x: jnp.broadcast_to(
+            x[:, :, :, None], (B, T, 2, 2, H)).reshape(B, T, N, H)), "causal"),
+    "groups": (in_groups, ""),
+    "online": (online, ""),
+    "vmap": (lambda q, k, v: jax.vmap(jax.vmap(of_one_head, 1, 1))(q, k, v), ""),
+    "one head": (lambda q, k, v: of_one_head(q[0, :, 0], k[0, :, 0], v[0, :, 0]), ""),
+    "heads first": (
+        lambda q, k, v: jnp.swapaxes(nn.softmax(jnp.swapaxes(q, 1, 2) @ jnp.moveaxis(k, 1, -1))
+                                     @ jnp.swapaxes(v, 1, 2), 1, 2), ""),
+    "fewer queries": (lambda q, k, v: attend(q[:, :5], k, v), ""),
+    "bottom right": (
+        lambda q, k, v: attend(q[:, :5], k, v, jnp.tril(jnp.ones((5, T), bool), T - 5)), "causal"),
+    "scaled before": (lambda q, k, v: attend(q * 0.25, k, v), ""),
+    "softcap": (softcapped, "causal, a score_mod"),
+    "relative": (relative, "a bias"),
+}  # fmt: skip
+
+
+def found(fn, *args):
+    program, missed = search(jax.make_jaxpr(fn)(*args), ("attention",))
+    return [r.what for inner in program.programs for r in inner.found], [why for _, why in missed]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spellings(name):
+    fn, words = CASES[name]
+    args = arrays(*[(B, T, N, H)] * 3)
+    (what,), _ = found(fn, *args)
+    assert what.partition("], k [")[2].partition("]")[2].lstrip(", ") == words
+    fast = replaced(fn)
+    np.testing.assert_allclose(jax.jit(fast)(*args), fn(*args), rtol=1e-5, atol=1e-5)
+    grads = [jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)) for f in (fn, fast)]
+    for want, got in zip(grads[0](*args), jax.jit(grads[1])(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_grouped_keys_are_not_repeated_in_memory():
+    args = arrays(*[(B, T, N, H)] * 3)
+    for name in ("repeat", "broadcast", "groups"):
+        (what,), _ = found(CASES[name][0], *args)
+        assert f"k [{B}, 2, {T}, {H}]" in what
+
+
+def test_lengths_and_masks_of_the_batch():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    length, padding = jnp.array([3, 0]), jnp.arange(T)[None] < jnp.array([[5], [T]])
+    at = jnp.arange(T)
+
+    def by_length(q, k, v, length):
+        return attend(q, k, v, (at < length[:, None])[:, None, None])
+
+    def by_padding(q, k, v, padding):
+        mask = (padding[:, None, None] > 0) & jnp.tril(jnp.ones((T, T), bool))
+        return biased(q, k, v, jnp.where(mask, 0.0, LOW))
+
+    for fn, mask, words in (
+        (by_length, length, "lengths"),
+        (by_padding, padding, "causal, a mask"),
+    ):
+        (what,), _ = found(fn, q, k, v, mask)
+        assert what.endswith(words)
+        got = jax.jit(replaced(fn))(q, k, v, mask)
+        np.testing.assert_allclose(got, fn(q, k, v, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_meet_the_scores_in_any_shape():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    for shape in ((B, N, T, T), (N, 1, T), (1, N, T, T), (T, T), (B, 1, 1, T)):
+        (bias,) = arrays(shape, seed=3)
+        (what,), _ = found(biased, q, k, v, bias)
+        assert what.endswith("a bias")
+        grads = [
+            jax.grad(lambda b, f=f: (f(q, k, v, b) ** 2).sum()) for f in (biased, replaced(biased))
+        ]
+        np.testing.assert_allclose(grads[1](bias), grads[0](bias), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_outside_of_a_scan_is_known_inside():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def layers(q, k, v):
+        mask = jnp.tril(jnp.ones((T, T), bool))
+        return jax.lax.scan(lambda c, _: (attend(c, k, v, mask), None), q, None, 3)[0]
+
+    assert found(layers, q, k, v)[0][0].endswith("causal")
+
+
+def test_near_misses_say_what_to_change():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def dropped(q, k, v):
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        p = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, p.shape), p, 0) / 0.9
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert found(dropped, q, k, v) == (
+        [],
+        ["the probabilities meet another array (select_n), as in dropout"],
+    )
+    half = [x.astype("bfloat16") for x in (q, k, v)]
+    wide = lambda q, k, v: jnp.einsum(  # noqa: E731
+        "bhts,bshd->bthd", nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v,
+        preferred_element_type="float32",
+    )  # fmt: skip
+    assert "cast it to bfloat16" in found(wide, *half)[1][0]
+
+
+def test_what_only_looks_like_attention_is_left():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    other_axis = lambda q, k, v: jnp.einsum(  # noqa: E731
+        "bhts,bshd->bthd", nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=2), v
+    )
+    wrong_sum = lambda q, k, v: jnp.einsum(  # noqa: E731
+        "bhts,bthd->bshd", nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v
+    )
+
+    def other_total(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k)
+        e = jnp.exp(s)
+        return jnp.einsum("bhts,bshd->bthd", e / jnp.exp(2 * s).sum(-1, keepdims=True), v)
+
+    def with_a_one(q, k, v):
+        e = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", e / (1 + e.sum(-1, keepdims=True)), v)
+
+    for fn in (other_axis, wrong_sum, other_total, with_a_one):
+        assert not found(fn, q, k, v)[0]
+        np.testing.assert_allclose(replaced(fn)(q, k, v), fn(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_long_masks_are_compared_in_blocks(monkeypatch):
+    from jax_cudnn.acceleration import known
+
+    biggest = 0
+    computed = known._computed
+
+    def watched(value, block, done):
+        nonlocal biggest
+        made = computed(value, block, done)
+        owned = made if made.base is None else made.base
+        biggest = max(biggest, owned.nbytes)
+        return made
+
+    monkeypatch.setattr(known, "_computed", watched)
+    x = jax.ShapeDtypeStruct((1, 8192, 1, 64), "bfloat16")
+
+    def odd(q, k, v):  # neither a comparison of positions nor a short one
+        rows, columns = jnp.arange(8192)[:, None], jnp.arange(8192)[None]
+        s = jnp.einsum("bthd,bshd->bhts", q, k)
+        mask = ((rows - columns) * 2 >= -1) & (rows + 1 > columns)
+        return jnp.einsum("bhts,bshd->bthd", weights(s, mask, least=-1e9), v)
+
+    assert found(odd, x, x, x)[0][0].endswith("causal")
+    assert 0 < biggest <= 20e6

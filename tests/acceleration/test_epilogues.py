@@ -1,0 +1,194 @@
+"""Products and convolutions with what follows, and normalizations, however they are written."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from acceleration.test_program import arrays, replaced
+from jax import nn
+
+from jax_cudnn.acceleration.api import KINDS, search
+
+
+def gelu_by_hand(x):
+    return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def exact_gelu_by_hand(x):
+    return x * (1 + jax.lax.erf(x / np.sqrt(2).astype("float32"))) / 2
+
+
+ACTIVATIONS = {
+    "relu": [nn.relu, lambda y: jnp.where(y > 0, y, 0)],
+    "relu6": [nn.relu6],
+    "leaky_relu": [nn.leaky_relu, lambda y: jnp.where(y >= 0, y, 0.01 * y)],
+    "gelu": [nn.gelu, gelu_by_hand],
+    "gelu_exact": [functools.partial(nn.gelu, approximate=False), exact_gelu_by_hand],
+    "silu": [nn.silu, lambda y: y * nn.sigmoid(y), lambda y: y / (1 + jnp.exp(-y))],
+    "sigmoid": [nn.sigmoid],
+    "tanh": [jnp.tanh],
+    "elu": [nn.elu],
+    "softplus": [nn.softplus, lambda y: jnp.logaddexp(y, 0.0)],
+}
+X, W, BIAS, RESIDUAL = arrays((2, 6, 8), (8, 12), (12,), (2, 6, 12))
+IMAGE, KERNEL, PER_CHANNEL, SKIP = arrays((2, 8, 8, 4), (3, 3, 4, 6), (6,), (2, 8, 8, 6))
+
+
+def conv(x, w, numbers=("NHWC", "HWIO", "NHWC"), **given):
+    return jax.lax.conv_general_dilated(
+        x, w, **{"window_strides": (1, 1), "padding": "SAME", **given}, dimension_numbers=numbers
+    )
+
+
+def batch_norm(y, s):
+    return (y - s) * jax.lax.rsqrt(s**2 + 1e-3) * s + s
+
+
+CASES = {
+    **{f"{name} {i}": (lambda x, w, b, f=f: f(x @ w + b), (X, W, BIAS), f"+ bias + {name}")
+       for name, spellings in ACTIVATIONS.items() for i, f in enumerate(spellings)},
+    "bias": (lambda x, w, b: x @ w + b, (X, W, BIAS), "+ bias"),
+    "residual": (lambda x, w, b, r: r + (x @ w + b), (X, W, BIAS, RESIDUAL), "+ bias + residual"),
+    "scale": (lambda x, w, b: nn.relu(2 * (x @ w) * b - b), (X, W, BIAS), "+ scale + bias + relu"),
+    "after a cast": (lambda x, w, b: (x @ w).astype("float32") / b + b, (X, W, BIAS),
+                     "+ scale + bias"),
+    "transposed weights": (lambda x, w, b: jnp.einsum("btk,nk->btn", x, w) + b, (X, W.T, BIAS),
+                           "+ bias"),
+    "heads": (lambda x, w, b: jnp.einsum("btk,khd->bthd", x, w) + b,
+              (X, W.reshape(8, 3, 4), BIAS.reshape(3, 4)), "+ bias"),
+    "two sums": (lambda x, w, b: jnp.einsum("bthd,hdn->btn", x, w) + b,
+                 (X.reshape(2, 6, 2, 4), W.reshape(2, 4, 12), BIAS), "+ bias"),
+    "convolution": (lambda x, w, b: nn.relu(conv(x, w) + b), (IMAGE, KERNEL, PER_CHANNEL),
+                    "+ bias + relu"),
+    "strides, groups": (
+        lambda x, w, b: nn.silu(conv(x, w, window_strides=(2, 2), padding=((0, 1), (2, 0)),
+                                     rhs_dilation=(1, 2), feature_group_count=2) + b),
+        (IMAGE, KERNEL[:, :, :2], PER_CHANNEL), "+ bias + silu"),
+    "batch norm": (lambda x, w, s, r: nn.relu(batch_norm(conv(x, w), s) + r),
+                   (IMAGE, KERNEL, PER_CHANNEL, SKIP), "+ bias + scale + residual + relu"),
+    "channels first": (
+        lambda x, w, b: conv(x, w, ("NCHW", "OIHW", "NCHW")) + b[:, None, None],
+        (IMAGE.transpose(0, 3, 1, 2), KERNEL.transpose(3, 2, 0, 1), PER_CHANNEL), "+ bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_and_convolutions(name):
+    fn, args, words = CASES[name]
+    program, _ = search(jax.make_jaxpr(fn)(*args), KINDS)
+    (region,) = program.found
+    assert region.what.endswith(words)
+    assert ("conv" in region.kind) == (args[0] is IMAGE or (args[0].ndim == 4 and "ch" in name))
+    compare(fn, args)
+
+
+def compare(fn, args):
+    fast = replaced(fn)
+    np.testing.assert_allclose(jax.jit(fast)(*args), fn(*args), rtol=1e-5, atol=1e-5)
+    places = (*range(len(args)),)
+    grads = [jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), places) for f in (fn, fast)]
+    for want, got in zip(grads[0](*args), jax.jit(grads[1])(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cudnn_does_not_fuse_is_left():
+    for fn in (
+        lambda x, w, b: x @ w,
+        lambda x, w, b: jnp.sin(x @ w),
+        lambda x, w, b: (x @ w) * RESIDUAL,
+        lambda x, w, b: (lambda y: (nn.relu(y), y))(x @ w),  # read elsewhere, too
+        lambda x, w, b: x.astype(int) @ w.astype(int) + 1,
+    ):
+        assert not search(jax.make_jaxpr(fn)(X, W, BIAS), KINDS)[0].found
+
+
+def test_an_activation_in_half_precision():
+    x, w, b = (a.astype("bfloat16") for a in (X, W, BIAS))
+    for name in ("gelu", "silu", "relu"):
+        for f in ACTIVATIONS[name]:
+            (region,) = search(jax.make_jaxpr(lambda x, w, b, f=f: f(x @ w + b))(x, w, b), KINDS)[
+                0
+            ].found
+            assert region.what.endswith(name)
+
+
+# -- normalizations --------------------------------------------------------------------------------
+
+
+def by_distances(x, s, b):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * s + b
+
+
+def in_one_pass(x, s, b):
+    mean, square = x.mean(-1, keepdims=True), (x * x).mean(-1, keepdims=True)
+    return (x - mean) * (jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-5) * s) + b
+
+
+def by_variance(x, s, b):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * s + b
+
+
+def root_mean_square(x, s, b):
+    wide = x.astype("float32")
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    return wide.astype(x.dtype) * (1 + s)
+
+
+def over_two(x, s, b):
+    axes = (-2, -1)
+    return (x - x.mean(axes, keepdims=True)) / jnp.sqrt(x.var(axes, keepdims=True) + 1e-5)
+
+
+NORMS = {
+    **{"layer norm": [by_distances, in_one_pass, by_variance, over_two]},
+    "RMS norm": [
+        root_mean_square,
+        lambda x, s, b: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "i"), [(kind, i) for kind, norms in NORMS.items() for i in range(len(norms))]
+)
+def test_normalizations(kind, i):
+    fn, args = NORMS[kind][i], (X + 1, *arrays((8,), (8,), seed=2))
+    program, _ = search(jax.make_jaxpr(fn)(*args), KINDS)
+    (region,) = program.found
+    assert region.what.startswith(kind)
+    compare(fn, args)
+
+
+def test_layers_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    for layer, kind in ((nnx.LayerNorm, "layer norm"), (nnx.RMSNorm, "RMS norm")):
+        graph, state = nnx.split(layer(8, rngs=nnx.Rngs(0)))
+        fn = lambda state, x, g=graph: nnx.merge(g, state)(x)  # noqa: E731
+        program, _ = search(jax.make_jaxpr(fn)(state, X), KINDS)
+        assert program.found[0].what.startswith(kind)
+        np.testing.assert_allclose(replaced(fn)(state, X), fn(state, X), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_normalization_is_left():
+    x, s, b = X, *arrays((8,), (8,))
+    for fn in (
+        lambda x, s, b: (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5),  # not the last dimensions
+        lambda x, s, b: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(1, keepdims=True) + 1e-5),
+        lambda x, s, b: x / (x.sum(-1, keepdims=True) + 1e-5),
+        lambda x, s, b: (
+            (x - x.mean(-1, keepdims=True)) / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1)
+        ),
+        lambda x, s, b: (
+            (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + s[0])
+        ),
+        lambda x, s, b: (by_variance(x, s, b), x.var(-1)),
+    ):
+        found = [r.kind for r in search(jax.make_jaxpr(fn)(x, s, b), KINDS)[0].found]
+        assert found in ([], ["normalization"]), found
+        for want, got in zip(
+            *(jax.tree.leaves(f(x, s, b)) for f in (fn, replaced(fn))), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
