@@ -28,7 +28,7 @@ def accelerate(
     only: Iterable[str] | None = None,
     without: Iterable[str] = (),
 ) -> Any:
-    """A function with cuDNN's graphs in the place of what it computes in JAX's own operations.
+    """A function in which cuDNN's graphs replace what it computes with JAX's own operations.
 
     The function is traced. What cuDNN can run is found in its equations, however it is written, and
     replaced where :func:`jax_cudnn.implementation` "auto" finds cuDNN faster on the GPU that it is
@@ -37,8 +37,8 @@ def accelerate(
 
     - "attention": two products around a softmax, with scale, biases, causal, banded and other
       masks, lengths of keys, functions of the scores, grouped queries, in any order of axes.
-    - "product", "convolution": with scale, bias, residual and activation behind, where one of
-      them is; an activation is recognised by its values.
+    - "product", "convolution": with scale, bias, residual and activation after it, if there is
+      one; an activation is recognised by its values.
     - "normalization": layer and RMS norms over the last dimensions, with their parameters.
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and

@@ -107,7 +107,7 @@ def test_examples_run_in_order_and_print_what_is_shown(capsys):
     for block in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(block, names)
     assert names["fast"].layers[0].scale is names["model"].layers[0].scale
-    assert names["hidden"].shape == (4, 16, 256)
+    assert names["capped"].shape == names["q"].shape
     assert names["packed"].shape == names["tokens"].shape
     assert names["gradients"]["down"].any()
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
