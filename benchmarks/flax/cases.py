@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from .models import GPT2, ResNet, ViT, multiply_adds
-from .tables import CUDNN, OURS, PLAIN
+from .tables import CUDNN, OURS, PLAIN, WHOLE
 
 Batch = tuple[jax.Array, jax.Array]
 _DTYPE = jnp.bfloat16  # of the computation; parameters are float32
@@ -45,7 +45,7 @@ class FlaxCase:
     @property
     def sides(self) -> tuple[str, ...]:
         """The sides that differ: without attention there is no other function of it."""
-        return (OURS, PLAIN, CUDNN) if self.attends else (OURS, PLAIN)
+        return (OURS, PLAIN, WHOLE, CUDNN) if self.attends else (OURS, PLAIN, WHOLE)
 
     def flops(self, model: nnx.Module) -> int:
         """Of a step: those of the forward, and twice as many of its gradients."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jax_cudnn as jc
 from jax_cudnn.commands import timing
 from jax_cudnn.flax import accelerate, report
 
@@ -27,7 +28,7 @@ from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
 from . import gradients
 from .cases import Batch, FlaxCase, step
 from .profile import profile
-from .tables import OURS, PLAIN
+from .tables import OURS, PLAIN, WHOLE
 
 _LEAST = 5  # rounds
 _ISSUED = 5  # calls of which each is issued to a free device
@@ -54,6 +55,24 @@ class Training:
 
     def __call__(self) -> jax.Array:
         return self.program(self.model, self.optimizer, *self.batch)
+
+
+class Forward(nnx.Module):
+    """A model whose forward is one function of its state, which ``jc.accelerate`` gets."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.model = model
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        graph, state = nnx.split(self.model)
+
+        def forward(state: nnx.State, inputs: jax.Array) -> tuple[jax.Array, nnx.State]:
+            model = nnx.merge(graph, state)
+            return model(inputs), nnx.state(model, nnx.BatchStat)
+
+        outputs, averages = jc.accelerate(forward)(state, inputs)
+        nnx.update(self.model, averages)
+        return outputs
 
 
 def base(case: FlaxCase) -> Entry:
@@ -146,6 +165,8 @@ def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Traini
     nnx.update(model, jax.tree.map(jnp.copy, initial))
     if side == OURS:
         model, swapped = accelerate(model), report(model)
+    if side == WHOLE:
+        model = Forward(model)
     optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
     return Training(model, optimizer, batch, report=swapped)
 

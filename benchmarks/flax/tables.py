@@ -11,6 +11,7 @@ from ..measure import TIMED
 from ..tables import listed, spread, table, where
 
 OURS, PLAIN, CUDNN = "accelerate", "Flax", "Flax, jax.nn's cuDNN attention"
+WHOLE = "Flax, its forward in jc.accelerate"
 _TITLES = (
     "model",
     "layers",

@@ -14,18 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import conv, matmul
-from .known import on_cpu
+from .known import elementwise, on_cpu
 from .program import CUSTOM, ELEMENTWISE, Equation, Program, Region, Value
 from .scores import CASTS, Side, narrowed, number
 
-_FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30, 3e38])
-_GRID = np.concatenate([np.linspace(-12, 12, 4801), _FAR, -_FAR]).astype("float32")
+_FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30])
+_GRID = np.concatenate([np.linspace(-12, 12, 4801), _FAR, -_FAR])
 _ROUNDINGS = 2  # of constants in the dtype of the program, by which an activation may differ
 _KINKS = np.asarray([0.0, 6.0], "float32")
-_NAMES = (
-    *("relu", "relu6", "leaky_relu", "gelu", "gelu_exact"),
-    *("silu", "sigmoid", "tanh", "elu", "softplus"),
-)
+_KINKED = ("relu", "relu6", "leaky_relu")
+_LONGEST = 40  # operations of an activation, and of what follows it
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -245,19 +243,16 @@ def _linear(found: _Epilogue, user: Equation, features: frozenset[int]) -> bool:
 
 def _activated(program: Program, found: _Epilogue, taken: set[Equation]) -> bool:
     """Takes a function of the value alone into the epilogue, if cuDNN has it."""
-    closure: dict[Equation, None] = {}
-    values = {found.last}
-    for equation in program.equations[min(e.at for e in found.last.users) :]:
-        if len(closure) > 40:
-            return False
-        inside = [v in values for v in equation.ins]
-        if not any(inside):
-            continue
-        alone = all(a or number(v) is not None for a, v in zip(inside, equation.ins, strict=True))
-        if equation.name not in ELEMENTWISE or not alone or equation in taken:
-            continue
-        closure[equation] = None
-        values |= {*equation.outs}
+    closure: list[Equation] = []
+    values, todo = {found.last}, {*found.last.users}
+    while todo and len(closure) < _LONGEST:
+        equation = min(todo, key=lambda e: e.at)
+        todo.remove(equation)
+        alone = all(v in values or number(v) is not None for v in equation.ins)
+        if equation.name in ELEMENTWISE and alone and equation not in taken:
+            closure.append(equation)
+            values |= {*equation.outs}
+            todo |= {user for v in equation.outs for user in v.users if user not in closure}
     # The longest part of it with one value that others read, which is an activation.
     for end in reversed(closure):
         part = [e for e in closure if e.at <= end.at]
@@ -276,9 +271,26 @@ def _activated(program: Program, found: _Epilogue, taken: set[Equation]) -> bool
 
 def _activation(value: Value, equations: list[Equation]) -> str | None:
     """The name of the activation that equations compute of a value; None if cuDNN has none."""
-    try:
-        got = _evaluated(value, equations, _GRID)
-    except Exception:
+    places = {value: -1, **{e.outs[0]: i for i, e in enumerate(equations)}}
+    own = any(call.eqn.primitive.name == CUSTOM for e in equations for call in e.calls)
+    key = (
+        str(value.dtype),
+        own,
+        tuple(
+            (e.name, str(e.params), *(places.get(v, number(v)) for v in e.ins)) for e in equations
+        ),
+    )
+    if key not in _seen:
+        _seen[key] = _recognised(value, equations, own)
+    return _seen[key]
+
+
+_seen: dict[Any, str | None] = {}
+
+
+def _recognised(value: Value, equations: list[Equation], own: bool) -> str | None:
+    got = _evaluated(value, equations)
+    if got is None:
         return None
     unit = float(jnp.finfo(value.dtype).eps) * _ROUNDINGS
     finite = np.isfinite(got)  # one written by hand may overflow, far away
@@ -291,8 +303,7 @@ def _activation(value: Value, equations: list[Equation]) -> str | None:
     best = min(errors, key=lambda name: errors[name])
     if errors[best] > max(unit, 1e-5):
         return None
-    own = any(call.eqn.primitive.name == CUSTOM for e in equations for call in e.calls)
-    return best if own or _same_kinks(value, equations, best) else None
+    return best if own or best not in _KINKED or _same_kinks(value, equations, best) else None
 
 
 def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
@@ -306,9 +317,18 @@ def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
         return bool(np.allclose(got, want, atol=0.02))
 
 
-def _evaluated(value: Value, equations: list[Equation], x: np.ndarray) -> np.ndarray:
-    with on_cpu():
-        return np.asarray(_of(value, equations, jnp.asarray(x)))
+def _evaluated(value: Value, equations: list[Equation]) -> np.ndarray | None:
+    """What equations compute of a value, in float64; None where only JAX knows."""
+    env: dict[Value, np.ndarray] = {value: _GRID}
+    for equation in equations:
+        out = equation.outs[0]
+        dtype = np.float64 if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
+        given = [env[v] if v in env else np.asarray(number(v)) for v in equation.ins]
+        found = elementwise(equation, given, dtype)
+        if found is None:
+            return None
+        env[out] = np.broadcast_to(found, _GRID.shape)
+    return env[equations[-1].outs[0]]
 
 
 def _of(value: Value, equations: list[Equation], x: Any) -> Any:
@@ -332,12 +352,25 @@ def _of(value: Value, equations: list[Equation], x: Any) -> Any:
 
 
 def _named(name: str) -> Any:
-    if name == "gelu_exact":
-        return functools.partial(jax.nn.gelu, approximate=False)
-    return jnp.tanh if name == "tanh" else getattr(jax.nn, name)
+    return getattr(jax.nn, name)
 
 
 @functools.cache
 def _activations() -> dict[str, np.ndarray]:
-    with on_cpu():
-        return {name: np.asarray(_named(name)(jnp.asarray(_GRID))) for name in _NAMES}
+    x = _GRID
+    with np.errstate(over="ignore"):
+        cube = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+        sigmoid, half = 1 / (1 + np.exp(-x)), x / 2
+        erf = np.vectorize(math.erf)(x / np.sqrt(2))
+        return {
+            "relu": np.maximum(x, 0),
+            "relu6": np.clip(x, 0, 6),
+            "leaky_relu": np.where(x >= 0, x, 0.01 * x),
+            "gelu": half * (1 + np.tanh(cube)),
+            "gelu_exact": half * (1 + erf),
+            "silu": x * sigmoid,
+            "sigmoid": sigmoid,
+            "tanh": np.tanh(x),
+            "elu": np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+            "softplus": np.logaddexp(x, 0),
+        }

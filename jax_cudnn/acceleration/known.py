@@ -18,13 +18,21 @@ _Done = dict[tuple[Value, Block], np.ndarray]
 _MOST = 1 << 24  # elements of a value that is not computed in blocks
 _ROWS = 256
 
+_erf = np.vectorize(math.erf, otypes="d")
 _NUMPY: dict[str, Any] = {
-    **{name: getattr(np, name) for name in ("add", "abs", "floor", "ceil", "sign", "exp", "sqrt")},
-    **{"sub": np.subtract, "mul": np.multiply, "neg": np.negative},
-    **{"max": np.maximum, "min": np.minimum},
+    **{name: getattr(np, name) for name in ("add", "abs", "floor", "ceil", "sign", "square")},
+    **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log1p", "sqrt")},
+    **{name: getattr(np, name) for name in ("tanh", "sin", "cos", "tan")},
+    **{"sub": np.subtract, "mul": np.multiply, "neg": np.negative, "add_any": np.add},
+    **{"max": np.maximum, "min": np.minimum, "is_finite": np.isfinite},
     **{"ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "lt": np.less},
     **{"eq": np.equal, "ne": np.not_equal},
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "erf": _erf,
+    "erfc": lambda x: 1 - _erf(x),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
 }
 """The meaning of elementwise operations in NumPy; all others are JAX's, of one block."""
 
@@ -131,18 +139,29 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
+def elementwise(equation: Equation, operands: list[np.ndarray], dtype: Any) -> Any:
+    """What an elementwise operation computes of arrays, as ``dtype``; None where only JAX knows."""
+    name = equation.name
+    with np.errstate(all="ignore"):
+        if name == "select_n" and len(operands) == 3:
+            which, first, second = operands
+            return np.where(which, second, first).astype(dtype, copy=False)
+        if name in ("convert_element_type", "copy", "copy_p", "stop_gradient"):
+            return operands[0].astype(dtype)
+        if name == "integer_pow":
+            return np.power(operands[0], equation.params["y"]).astype(dtype, copy=False)
+        if name in ("div", "pow") and all(x.dtype.kind == "f" for x in operands):
+            return (np.divide if name == "div" else np.power)(*operands).astype(dtype, copy=False)
+        if name in _NUMPY:
+            return np.asarray(_NUMPY[name](*operands)).astype(dtype, copy=False)
+    return None
+
+
 def _elementwise(equation: Equation, operands: list[np.ndarray], shape: Any) -> np.ndarray:
-    dtype = equation.outs[0].dtype
-    if equation.name == "select_n" and len(operands) == 3:
-        which, first, second = operands
-        return np.where(which, second, first)
-    if equation.name in ("convert_element_type", "copy", "copy_p", "stop_gradient"):
-        return operands[0].astype(dtype)
-    if equation.name in _NUMPY:
-        with np.errstate(all="ignore"):
-            return np.asarray(_NUMPY[equation.name](*operands)).astype(dtype, copy=False)
-    wide = [np.broadcast_to(x, shape) for x in operands]
-    return _with_jax(equation, wide)
+    found = elementwise(equation, operands, equation.outs[0].dtype)
+    if found is None:
+        found = _with_jax(equation, [np.broadcast_to(x, shape) for x in operands])
+    return found
 
 
 def _with_jax(equation: Equation, operands: list[np.ndarray]) -> np.ndarray:

@@ -64,8 +64,8 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             "decorated with @jax_cudnn.graph",
             got="a program of XLA's own operations",
             why="operations of jax.numpy and jax.nn run on cuDNN only in an accelerated function",
-            fix="wrap it, jax_cudnn.accelerate(fn), or call jax_cudnn.ops.conv, matmul, layer_norm or dot_product_attention in their "
-            "place, or use the layers of jax_cudnn.flax",
+            fix="wrap it, jax_cudnn.accelerate(fn), or call jax_cudnn.ops.conv, matmul, "
+            "layer_norm or dot_product_attention instead, or use the layers of jax_cudnn.flax",
         )
     named = Graphs()
     for (name, spec, note), calls in found.items():
