@@ -32,7 +32,7 @@ class _Epilogue:
     """What follows a product, up to ``last``. Terms are arrays of the features, or numbers."""
 
     last: Value
-    equations: set[Equation] = field(default_factory=set)
+    equations: set[Equation]
     affine: list[tuple[str, Side | float]] = field(default_factory=list)
     residual: Value | None = None
     activation: str | None = None
@@ -62,9 +62,13 @@ def find(program: Program, taken: set[Equation], kinds: Collection[str]) -> list
 
 def _product(program: Program, equation: Equation, taken: set[Equation]) -> Region | None:
     (contract, batch), params = equation.params["dimension_numbers"], equation.params
-    a, b = equation.ins
+    (a, b), out, equations = equation.ins, equation.outs[0], {equation}
     if batch[0] or str(a.dtype) not in _FLOATS or a.dtype != b.dtype or a is b:
         return None
+    turned = _turned(program, equation, len(a.shape) - len(contract[0]))
+    if turned is not None:  # weights on the left, as under vmap of a layer for one token
+        a, b, contract, out = b, a, contract[::-1], turned.outs[0]
+        equations.add(turned)
     contract = [*zip(*sorted(zip(*contract, strict=True)), strict=True)] or contract
     free = [
         [i for i in range(len(v.shape)) if i not in c]
@@ -78,7 +82,7 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
     if not (in_order and (first or last) and free[0] and free[1] and deep) or precision is False:
         return None
     features = frozenset(range(len(free[0]), len(free[0]) + len(free[1])))
-    found = _epilogue(program, equation, features, taken)
+    found = _epilogue(program, _Epilogue(out, equations), features, taken)
     if found is None:
         return None
     rows = tuple(a.shape[i] for i in free[0])
@@ -106,6 +110,16 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
     return Region("product", found.equations, inputs, found.last, emit, what)
 
 
+def _turned(program: Program, product: Equation, lefts: int) -> Equation | None:
+    """The transpose that moves the dimensions of the left operand behind those of the right one."""
+    (out,) = product.outs
+    if out in program.outs or len(out.users) != 1 or out.users[0].name != "transpose":
+        return None
+    (after,), rank = out.users, len(out.shape)
+    order = (*range(lefts, rank), *range(lefts))
+    return after if 0 < lefts < rank and after.params["permutation"] == order else None
+
+
 def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> Region | None:
     params, (x, w) = equation.params, equation.ins
     precision = _precision(params)
@@ -114,7 +128,8 @@ def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> 
         return None
     numbers = params["dimension_numbers"]
     axis = numbers.out_spec[1]
-    found = _epilogue(program, equation, frozenset({axis}), taken)
+    found = _Epilogue(equation.outs[0], {equation})
+    found = _epilogue(program, found, frozenset({axis}), taken)
     if found is None:
         return None
     channels = (equation.outs[0].shape[axis],)
@@ -182,10 +197,9 @@ def _per_feature(x: Any, side: Side, sizes: tuple[int, ...], place: dict[int, in
 
 
 def _epilogue(
-    program: Program, product: Equation, features: frozenset[int], taken: set[Equation]
+    program: Program, found: _Epilogue, features: frozenset[int], taken: set[Equation]
 ) -> _Epilogue | None:
     """What follows a product; None if nothing that cuDNN fuses does."""
-    found = _Epilogue(product.outs[0], {product})
     while found.last.users and found.last not in program.outs:
         users = {*found.last.users}
         if len(users) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,18 +152,20 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
         elif made.name in ("add", "sub", "add_any"):
             sign = -1.0 if made.name == "sub" and made.ins[1] is not below else 1.0
             if made.name == "sub" and made.ins[1] is below:
-                raise_if_hiding = side(made.ins[0])
-                found.biases.append(raise_if_hiding)
+                found.biases.append(side(made.ins[0]))
                 factor = -factor
             else:
                 (other,) = others
-                added = side(other)
-                mask = _hiding_bias(added) if sign > 0 and factor > 0 else None
-                if mask is not None:
-                    found.masks.append(mask[0])
-                    found.infinite |= mask[1]
-                elif known != 0:
-                    found.biases.append(Side(added.value, added.dims, added.factor * sign))
+                if known != 0:
+                    added = side(other)
+                    signed = Side(added.value, added.dims, factor * sign)
+                    for one in _terms(signed):
+                        mask = _hiding_bias(one)
+                        if mask is None:
+                            found.biases.append(one)
+                        else:
+                            found.masks.append(mask[0])
+                            found.infinite |= mask[1]
         elif made.name == "select_n" and len(made.ins) == 3 and made.ins[0] is not below:
             hidden = made.ins[1] if made.ins[2] is below else made.ins[2]
             least = number(hidden)
@@ -182,6 +184,21 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
     else:
         found.rest, found.rest_factor = value, factor
     return found
+
+
+def _terms(side: Side) -> Iterator[Side]:
+    """The arrays whose sum is added to the scores."""
+    value, dims = side.value, side.dims
+    made = value.made_by
+    while made is not None and made.name in CASTS and not is_known(value):
+        value, dims = narrowed(made.ins[0], dims)
+        made = value.made_by
+    if made is not None and made.name == "add" and not is_known(value):
+        for v in made.ins:
+            small, axes = narrowed(v, dims if v.shape else ())
+            yield from _terms(Side(small, axes, side.factor))
+    else:
+        yield side
 
 
 def _hiding_bias(side: Side) -> tuple[Side, bool] | None:

@@ -56,6 +56,9 @@ CASES = {
                      "+ scale + bias"),
     "transposed weights": (lambda x, w, b: jnp.einsum("btk,nk->btn", x, w) + b, (X, W.T, BIAS),
                            "+ bias"),
+    "weights on the left": (
+        lambda x, w, b: jax.vmap(jax.vmap(lambda x: nn.relu(w @ x + b)))(x), (X, W.T, BIAS),
+        "+ bias + relu"),
     "heads": (lambda x, w, b: jnp.einsum("btk,khd->bthd", x, w) + b,
               (X, W.reshape(8, 3, 4), BIAS.reshape(3, 4)), "+ bias"),
     "two sums": (lambda x, w, b: jnp.einsum("bthd,hdn->btn", x, w) + b,
