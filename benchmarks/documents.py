@@ -21,6 +21,7 @@ from .cases.tables import render_host
 from .collectives import render as render_collectives
 from .flax.tables import render as render_flax
 from .norms.tables import render as render_norms
+from .public_models import render as render_models
 from .steps.tables import render as render_steps
 from .tested import render as render_tested
 from .tuning import render as render_tuning
@@ -92,6 +93,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield PAGE, "auto", render_auto(read(file))
     for file in sorted(RESULTS.glob("tuning_*.json"))[-1:]:
         yield PAGE, "tuning", render_tuning(read(file))
+    page = ROOT / "docs" / "accelerate.md"
+    yield page, "models", render_models(read(committed("public_models_h200")))
     page = ROOT / "docs" / "many_gpus.md"
     yield page, "collectives", render_collectives(read(committed("collectives_h200")))
     yield page, "one gpu", render_one_gpu(read(committed("one_gpu_h200")))

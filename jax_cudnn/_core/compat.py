@@ -177,13 +177,14 @@ def converted(x: Any, dtype: Any, weak_type: bool) -> Any:
     return _convert_element_type(x, dtype, weak_type)
 
 
-def in_place_of(equation: Any, named: bool = True) -> Any:
-    """A context in which new equations have the line, and if ``named`` the names, of this one."""
-    info = equation.source_info
+def in_place_of(named: Any, written: Any) -> Any:
+    """A context in which new equations have the names of one (or no further ones), and the line of
+    another."""
     stack = source_info_util.current_name_stack()
-    return source_info_util.user_context(
-        info.traceback, name_stack=stack + info.name_stack if named else stack
-    )
+    if named is not None:
+        stack += named.source_info.name_stack
+    traceback = written.source_info.traceback
+    return source_info_util.user_context(traceback, name_stack=stack)
 
 
 def aval_of(x: Any) -> Any:

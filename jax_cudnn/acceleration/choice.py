@@ -43,7 +43,7 @@ def decide(program: Program, where: Site) -> None:
 def _decide(region: Region, where: Site) -> None:
     avals = [value.aval for value in region.inputs]
     try:
-        with compat.in_place_of(region.first.eqn, named=False):
+        with compat.in_place_of(None, region.first.written):
             fused = jax.make_jaxpr(region.emit)(*avals)
     except JaxCudnnError as error:
         region.outcome = error.summary

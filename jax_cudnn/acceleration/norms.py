@@ -195,7 +195,7 @@ def find(
     program: Program, taken: set[Equation], missed: list[tuple[Equation, str]]
 ) -> list[Region]:
     """The normalizations of a program."""
-    regions, roots = [], dict.fromkeys(_roots(program))
+    regions, nearly, roots = [], [], dict.fromkeys(_roots(program))
     for root in roots:
         follower = _Follower(root)
         if not any(state.kind == NORM for state in follower.states.values()):
@@ -203,10 +203,12 @@ def find(
         try:
             region = _region(program, follower, taken)
         except Unclear as why:
-            missed.append((root.users[0], f"a normalization: {why}"))
+            made = [v.made_by for v, s in follower.states.items() if s.kind == NORM]
+            nearly.append((made[0], f"a normalization: {why}"))
             continue
         taken |= region.equations
         regions.append(region)
+    missed += [one for one in nearly if one[0] not in taken]
     return regions
 
 

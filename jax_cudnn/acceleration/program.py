@@ -123,6 +123,12 @@ class Equation:
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
+    @property
+    def written(self) -> Any:
+        """The equation with the user's line: that of the outermost call, as JAX traces an inner
+        function once for several."""
+        return self.calls[0].eqn if self.calls else self.eqn
+
 
 @dataclass(eq=False)
 class Call:
@@ -307,12 +313,12 @@ class Program:
             if item not in wanted:
                 continue
             if isinstance(item, Call) and item in opened:
-                with compat.in_place_of(item.eqn):
+                with compat.in_place_of(item.eqn, item.eqn):
                     self._run(item.body, env, ends, wanted, opened)
             elif isinstance(item, Equation) and item in ends:
                 region = ends[item]
                 given = [_read(env, v) for v in region.inputs]
-                with compat.in_place_of(region.first.eqn):
+                with compat.in_place_of(region.first.eqn, region.first.written):
                     made = region.emit(*given)
                 env[region.output] = _as_aval(made, region.output.aval)
             else:

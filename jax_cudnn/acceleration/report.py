@@ -72,7 +72,7 @@ def found(
 
 
 def _at(equation: Equation) -> str:
-    return users_place(compat.user_frames(equation.eqn))
+    return users_place(compat.user_frames(equation.written))
 
 
 def _regions(program: Program, times: int) -> Iterator[tuple[Region, int]]:
