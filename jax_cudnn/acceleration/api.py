@@ -27,6 +27,7 @@ def accelerate(
     *,
     only: Iterable[str] | None = None,
     without: Iterable[str] = (),
+    numerics: str = "fused",
 ) -> Any:
     """A function in which cuDNN's graphs replace what it computes with JAX's own operations.
 
@@ -51,6 +52,9 @@ def accelerate(
             Equinox module, stays one: ``eqx.filter_jit(jc.accelerate(model))``.
         only: the kinds to look for; all by default.
         without: kinds to leave as they are.
+        numerics: "fused": intermediate values are float32, and are rounded once, at the end.
+            "strict" keeps each rounding of the original: what rounds values to 16 bits inside is
+            left as it is.
 
     Returns: the function. Its ``report(*args)`` says what is found, where, and what became of it.
 
@@ -71,10 +75,24 @@ def accelerate(
         ['attention']
     """
     if fn is None:
-        return functools.partial(accelerate, only=only, without=without)
+        return functools.partial(accelerate, only=only, without=without, numerics=numerics)
     if not callable(fn):
         raise GraphTypeError(
             "accelerate got no function", expected="a function of arrays", got=shown(fn)
+        )
+    for owner in (fn, getattr(fn, "__self__", None)):
+        if any(cls.__module__.startswith("flax.nnx") for cls in type(owner).__mro__):
+            raise GraphTypeError(
+                "accelerate got a Flax NNX module",
+                expected="a function of arrays",
+                got=type(owner).__name__,
+                why="a module changes its own state, which a traced function may not",
+                fix="graph, state = nnx.split(model), and accelerate "
+                "lambda state, x: nnx.merge(graph, state)(x); or jax_cudnn.flax.accelerate(model)",
+            )
+    if numerics not in ("fused", "strict"):
+        raise GraphTypeError(
+            "accelerate got unknown numerics", expected="'fused' or 'strict'", got=shown(numerics)
         )
     for kinds in (only or (), without):
         unknown = sorted({*kinds} - {*KINDS}) if not isinstance(kinds, str) else [kinds]
@@ -85,14 +103,14 @@ def accelerate(
                 got=shown(kinds if isinstance(kinds, str) else unknown[0]),
             )
     kinds = [k for k in KINDS if (only is None or k in only) and k not in without]
-    return Accelerated(fn, tuple(kinds))
+    return Accelerated(fn, tuple(kinds), numerics == "strict")
 
 
 class Accelerated:
     """What :func:`accelerate` returns: the function, and ``report``."""
 
-    def __init__(self, fn: Callable[..., Any], kinds: tuple[str, ...]) -> None:
-        self._fn, self._kinds = fn, kinds
+    def __init__(self, fn: Callable[..., Any], kinds: tuple[str, ...], strict: bool) -> None:
+        self._fn, self._kinds, self._strict = fn, kinds, strict
         self._known: dict[Any, Any] = {}
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
             value = getattr(fn, name, None)
@@ -149,7 +167,7 @@ class Accelerated:
             key = found = None
         if found is None:
             closed, tree = _traced(leaves, places, structure, avals)
-            program, missed = search(closed, self._kinds)
+            program, missed = search(closed, self._kinds, self._strict)
             if where is not None:
                 choice.decide(program, where)
             found = _Found(program, missed, closed.consts, tree)
@@ -170,13 +188,13 @@ class _Found(NamedTuple):
 def _flatten(fast: Accelerated) -> Any:
     """A callable pytree stays one, any other function is a part of the structure."""
     if jax.tree_util.all_leaves([fast._fn]):
-        return (), (fast._fn, fast._kinds)
-    return (fast._fn,), (None, fast._kinds)
+        return (), (fast._fn, fast._kinds, fast._strict)
+    return (fast._fn,), (None, fast._kinds, fast._strict)
 
 
 def _unflatten(aux: Any, children: Any) -> Accelerated:
-    fn, kinds = aux
-    return Accelerated(children[0] if children else fn, kinds)
+    fn, kinds, strict = aux
+    return Accelerated(children[0] if children else fn, kinds, strict)
 
 
 jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
@@ -196,8 +214,9 @@ def _traced(leaves: list[Any], places: list[int], structure: Any, avals: Any) ->
     return closed, jax.tree.structure(shape)
 
 
-def search(closed: Any, kinds: Collection[str]) -> tuple[Program, Missed]:
-    """The program of a jaxpr with the regions in it, and what is nearly one."""
+def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[Program, Missed]:
+    """The program of a jaxpr with the regions in it, and what is nearly one; with ``strict``
+    without those that keep values inside in 16 bits."""
     program, missed = Program(closed.jaxpr, closed.consts, ()), []
     for inner in program.programs:
         taken: set[Equation] = set()
@@ -208,7 +227,11 @@ def search(closed: Any, kinds: Collection[str]) -> tuple[Program, Missed]:
             inner.found += epilogues.find(inner, taken, kinds)
         if "normalization" in kinds:
             inner.found += norms.find(inner, taken, missed)
-        inner.found = [r for r in inner.found if not inner.splits_a_derivative(r)]
+        inner.found = [
+            region
+            for region in inner.found
+            if not inner.splits_a_derivative(region) and not (strict and region.rounds)
+        ]
     return program, missed
 
 

@@ -185,6 +185,12 @@ class Region:
     def first(self) -> Equation:
         return min(self.equations, key=lambda e: e.at)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a value inside has fewer bits than float32."""
+        inside = {v for e in self.equations for v in e.outs} - {self.output}
+        return any(jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize < 4 for v in inside)
+
     def original(self, *arrays: Any) -> Any:
         """What the equations compute of the inputs."""
         env = dict(zip(self.inputs, arrays, strict=True))
@@ -235,10 +241,8 @@ class Program:
             else:
                 item = Call(jaxpr, eqn, ins, [], [])
                 inner, consts = seen
-                held = {
-                    v: Value(v.aval, known=None if isinstance(c, jax.core.Tracer) else c)
-                    for v, c in zip(inner.constvars, consts, strict=True)
-                }
+                pairs = zip(inner.constvars, consts, strict=True)
+                held = {v: Value(v.aval, known=c) for v, c in pairs}
                 held |= dict(zip(inner.invars, ins, strict=True))
                 item.body = self._flat(inner, held, (*calls, item))
                 item.outs = [_value(held, v) for v in inner.outvars]
@@ -263,7 +267,7 @@ class Program:
     def splits_a_derivative(self, region: Region) -> bool:
         """Whether a function with a derivative of its own is replaced in part."""
         calls = {c for e in region.equations for c in e.calls if c.eqn.primitive.name == CUSTOM}
-        return any(
+        return bool(calls) and any(
             e not in region.equations and not all(v.depth is not None for v in e.outs)
             for e in self.equations
             if calls.intersection(e.calls)
@@ -372,7 +376,7 @@ def _seen_through(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         plain = compat.is_own_derivative(closed)
     else:
         return None
-    if not plain or any(hasattr(v.aval, "inner_aval") for v in eqn.invars):
+    if not plain or any(isinstance(const, jax.core.Tracer) for const in closed.consts):
         return None
     return closed.jaxpr, closed.consts
 

@@ -204,6 +204,13 @@ def test_decorators_methods_and_callable_pytrees():
 def test_what_it_does_not_take():
     with pytest.raises(jc.GraphTypeError, match="no function"):
         jc.accelerate(3)
+    with pytest.raises(jc.GraphTypeError, match="unknown numerics"):
+        jc.accelerate(attend, numerics="exact")
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    for fn in (model, model.__call__):
+        with pytest.raises(jc.GraphTypeError, match=r"flax\.accelerate"):
+            jc.accelerate(fn)
     for kinds in (["attentions"], "attention"):
         with pytest.raises(jc.GraphTypeError, match="unknown kind"):
             jc.accelerate(attend, only=kinds)
@@ -223,6 +230,21 @@ def test_kinds_are_chosen():
     assert kinds() == ["attention", "product"]
     assert kinds(only=["product"]) == ["product"]
     assert kinds(without=["product", "convolution"]) == ["attention"]
+
+
+def test_strict_numerics_keep_each_rounding():
+    x, w, b = half((4, 64), (64, 64), (64,))
+    rounded = lambda x, w, b: jax.nn.relu(x @ w + b)  # noqa: E731
+
+    def once(x, w, b):
+        y = jnp.dot(x, w, preferred_element_type="float32") + b.astype("float32")
+        return jax.nn.relu(y).astype("bfloat16")
+
+    for fn, found in ((rounded, [1, 0]), (once, [1, 1])):
+        assert found == [
+            len(jc.accelerate(fn, numerics=how).report(x, w, b).to_json()["regions"])
+            for how in ("fused", "strict")
+        ]
 
 
 @pytest.mark.deviceless

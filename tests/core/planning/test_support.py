@@ -174,7 +174,7 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
 
     def slow(spec, site, name):
         with progress.planning(name), progress.planning("inside of a measurement"):
-            time.sleep(0.1)
+            time.sleep(0.3)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 7)
 
     monkeypatch.setattr(planner, "plan", slow)
