@@ -14,12 +14,11 @@ from .._core.errors import GraphTypeError, shown
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from . import attention, choice, epilogues, norms, report
-from .program import Equation, Program
+from .program import Equation, Missed, Program
 from .report import Found
 
 KINDS = ("attention", "product", "convolution", "normalization")
 _MOST = 256  # shapes for which a function's regions are kept
-Missed = list[tuple[Equation, str]]
 
 
 def accelerate(
@@ -217,16 +216,19 @@ def _traced(leaves: list[Any], places: list[int], structure: Any, avals: Any) ->
 def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[Program, Missed]:
     """The program of a jaxpr with the regions in it, and what is nearly one; with ``strict``
     without those that keep values inside in 16 bits."""
-    program, missed = Program(closed.jaxpr, closed.consts, ()), []
+    missed: Missed = []
+    try:
+        program = Program(closed.jaxpr, closed.consts, ())
+    except Exception as error:
+        choice.log.warning(choice.FAILED, "read the function's jaxpr", exc_info=error)
+        program = Program(closed.jaxpr.replace(eqns=[], outvars=[]), closed.consts, ())
     for inner in program.programs:
         taken: set[Equation] = set()
-        if "attention" in kinds:
-            inner.found += attention.find(inner, missed)
-            taken |= {e for region in inner.found for e in region.equations}
-        if "product" in kinds or "convolution" in kinds:
-            inner.found += epilogues.find(inner, taken, kinds)
-        if "normalization" in kinds:
-            inner.found += norms.find(inner, taken, missed)
+        for module in (attention, epilogues, norms):
+            try:
+                inner.found += module.find(inner, kinds, taken, missed)
+            except Exception as error:  # the function then runs as it was
+                choice.log.warning(choice.FAILED, f"look at {module.__name__}", exc_info=error)
         inner.found = [
             region
             for region in inner.found

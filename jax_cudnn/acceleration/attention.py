@@ -9,6 +9,7 @@ queries and casts follow from the equations; what stands between product and sof
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from ..ops import dot_product_attention
 from .known import is_known
 from .masks import Positions, Seen, band, conjuncts, lengths
-from .program import Equation, Program, Region, Value
+from .program import Equation, Missed, Program, Region, Value
 from .scores import Dims, Scores, Side, Unclear, narrowed, number, read, score_mod
-from .softmax import OUT, PROB, SCORES, Follower
+from .softmax import OUT, SCORES, Follower
 
 _USED = (
     "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
@@ -131,15 +132,18 @@ class _Found:
         return math.prod(self.sizes[a] for a in axes)
 
 
-def find(program: Program, missed: list[tuple[Equation, str]]) -> list[Region]:
+def find(
+    program: Program, kinds: Collection[str], taken: set[Equation], missed: Missed
+) -> list[Region]:
     """The attention of a program; ``missed`` gets what is nearly one."""
     regions: list[Region] = []
-    taken: set[Equation] = set()
+    if "attention" not in kinds:
+        return regions
     for equation in program.equations:
         if equation.name != "dot_general" or equation in taken:
             continue
         follower = Follower(equation)
-        if not any(s.kind == PROB or s.kind == OUT for s in follower.states.values()):
+        if not follower.dropped and OUT not in {s.kind for s in follower.states.values()}:
             continue
         try:
             region = _region(program, follower)
@@ -154,15 +158,14 @@ def find(program: Program, missed: list[tuple[Equation, str]]) -> list[Region]:
 
 def _region(program: Program, follower: Follower) -> Region:
     outs = [v for v, s in follower.states.items() if s.kind == OUT]
-    if not outs or follower.second is None:
-        why = follower.dropped or ["the probabilities do not meet values in a product"]
-        raise Unclear(why[0])
+    if not outs:
+        raise Unclear(*follower.dropped[:1])
     last = min(outs, key=lambda v: v.made_by.at if v.made_by else 0)
     while last not in program.outs and len(last.users) == 1:
-        (after,) = last.users[0].outs[:1]
-        if after not in outs:
+        after = last.users[0].outs
+        if len(after) != 1 or after[0] not in outs:
             break
-        last = after
+        (last,) = after
     equations = _between(last, follower)
     inside = {v for e in equations for v in e.outs} - {last}
     for value in inside:

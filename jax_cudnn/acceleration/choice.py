@@ -3,6 +3,7 @@ forward and backward together where the region is differentiated."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ from .._core.plans.collect import in_jaxpr
 from .._core.plans.support import default_devices
 from .program import Program, Region
 
+log = logging.getLogger("jax_cudnn")
 Site = Profile | CudaDevice
+FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. Please report this"
 
 
 def site() -> Site | None:
@@ -47,6 +50,10 @@ def _decide(region: Region, where: Site) -> None:
             fused = jax.make_jaxpr(region.emit)(*avals)
     except JaxCudnnError as error:
         region.outcome = error.summary
+        return
+    except Exception as error:
+        log.warning(FAILED, f"build a graph of {region.kind} at {region.what}", exc_info=error)
+        region.outcome = f"{type(error).__name__}: {error}"
         return
     region.outcome = refusal(fused, where)
     region.emit = _either(region.original, fused, where)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ops import conv, matmul
 from .known import elementwise, on_cpu
-from .program import CUSTOM, ELEMENTWISE, Equation, Program, Region, Value
+from .program import CUSTOM, ELEMENTWISE, Equation, Missed, Program, Region, Value
 from .scores import CASTS, Side, narrowed, number
 
 _FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30])
@@ -43,7 +43,9 @@ class _Epilogue:
         return arrays or self.residual is not None or self.activation is not None
 
 
-def find(program: Program, taken: set[Equation], kinds: Collection[str]) -> list[Region]:
+def find(
+    program: Program, kinds: Collection[str], taken: set[Equation], missed: Missed
+) -> list[Region]:
     """The products and convolutions of a program that something follows which cuDNN fuses."""
     regions = []
     for equation in program.equations:

@@ -4,6 +4,7 @@ its mean, its squares and their means, in one pass or two, in any dtype."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import layer_norm, rms_norm
-from .program import ELEMENTWISE, Equation, Program, Region, Value
+from .program import ELEMENTWISE, Equation, Missed, Program, Region, Value
 from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, narrowed, number, unchanged
 
 X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = (
@@ -192,9 +193,11 @@ def _with(state: _State, **changes: Any) -> _State:
 
 
 def find(
-    program: Program, taken: set[Equation], missed: list[tuple[Equation, str]]
+    program: Program, kinds: Collection[str], taken: set[Equation], missed: Missed
 ) -> list[Region]:
-    """The normalizations of a program."""
+    """The normalizations of a program; ``missed`` gets what is nearly one."""
+    if "normalization" not in kinds:
+        return []
     regions, nearly, roots = [], [], dict.fromkeys(_roots(program))
     for root in roots:
         follower = _Follower(root)

@@ -201,6 +201,10 @@ class Region:
         return env[self.output]
 
 
+Missed = list[tuple[Equation, str]]
+"""What is nearly a region, and why it is none."""
+
+
 class Program:
     """The equations of a jaxpr, in order, with those of the calls inside."""
 

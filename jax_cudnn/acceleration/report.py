@@ -11,7 +11,7 @@ from typing import Any
 from .._core import compat
 from .._core.graph.source import users_place
 from .._core.plans.table import aligned
-from .program import Equation, Program, Region
+from .program import Equation, Missed, Program, Region
 
 _HEADER = ("kind", "what", "at", "times", "runs on", "why")
 
@@ -49,9 +49,7 @@ class Found:
     __repr__ = __str__
 
 
-def found(
-    name: str, gpu: str, program: Program, missed: list[tuple[Equation, str]], decided: bool
-) -> Found:
+def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) -> Found:
     """The report of a program; equal regions of one line share a row."""
     rows: dict[tuple[str, ...], int] = {}
     times = dict(_times(program, 1))

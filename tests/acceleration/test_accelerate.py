@@ -201,6 +201,23 @@ def test_decorators_methods_and_callable_pytrees():
     assert "dot_product_attention" in graphs(eqx.filter_jit(jc.accelerate(layer)), x, x, x)
 
 
+@pytest.mark.deviceless
+def test_a_failure_of_its_own_leaves_the_function_as_it_is(monkeypatch, caplog):
+    from jax_cudnn.acceleration import attention, program
+
+    monkeypatch.undo()
+    args = half(*[SHAPE] * 3)
+    for name in ("find", "dot_product_attention"):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, name, lambda *args, **given: 1 / 0)
+            assert graphs(jc.accelerate(attend), *args) == []
+    built = program.Program._flat
+    failing = lambda self, jaxpr, *rest: built(self, jaxpr, *rest) if not jaxpr.eqns else 1 / 0  # noqa: E731
+    monkeypatch.setattr(program.Program, "_flat", failing)
+    assert graphs(jc.accelerate(attend), *args) == []
+    assert caplog.text.count("Please report this") == 3
+
+
 def test_what_it_does_not_take():
     with pytest.raises(jc.GraphTypeError, match="no function"):
         jc.accelerate(3)
