@@ -93,7 +93,8 @@ def compare(fn, args):
     places = (*range(len(args)),)
     grads = [jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), places) for f in (fn, fast)]
     for want, got in zip(grads[0](*args), jax.jit(grads[1])(*args), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        far = 1e-5 * max(10, float(abs(want).max()))  # sums of many products cancel
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=far)
 
 
 def test_what_cudnn_does_not_fuse_is_left():

@@ -1,5 +1,7 @@
 """A function with its regions replaced is the user's own: results, types, names, effects."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,10 +278,13 @@ def _random_program(seed):
     return run
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_random_programs_keep_their_results(part):
+PROGRAMS = int(os.environ.get("JAX_CUDNN_PROGRAMS", "60"))
+
+
+@pytest.mark.parametrize("first", range(0, PROGRAMS, 15))
+def test_random_programs_keep_their_results(first):
     found = 0
-    for seed in range(part * 25, part * 25 + 25):
+    for seed in range(first, first + 15):
         fn = _random_program(seed)
         args = (*arrays((8, 8), (8, 8), (8, 8), seed=seed), jnp.int32(5))
         want, got = jax.jit(fn)(*args), jax.jit(replaced(fn))(*args)

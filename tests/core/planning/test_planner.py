@@ -191,7 +191,7 @@ def lowered(implementation=None):
 @pytest.mark.parametrize("count", [1, 3])
 def test_graphs_of_a_program_are_planned_at_once_and_equal_layers_once(count, monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(count))
-    built, together = [], threading.Barrier(count, timeout=30)
+    built, together = [], threading.Barrier(count, timeout=120)
 
     def build(spec, site):
         together.wait()
