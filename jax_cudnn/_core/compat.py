@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -118,9 +119,10 @@ def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
     checkify.error_checks[primitive] = rule
 
 
-def program(ctx: Any) -> int:
-    """A number that is the same for all lowering rules of one program, while it is lowered."""
-    return id(ctx.module_context.module)
+def program(ctx: Any) -> weakref.ref[Any]:
+    """An object that is the same for all lowering rules of one program, and no other's: an ``id``
+    comes back, when the module is gone."""
+    return weakref.ref(ctx.module_context.module)
 
 
 def program_jaxpr() -> Any:

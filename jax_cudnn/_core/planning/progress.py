@@ -98,10 +98,10 @@ def counted(total: int) -> Iterator[Program]:
 
 
 @contextlib.contextmanager
-def of_program(key: Hashable) -> Iterator[bool]:
+def of_program(key: object) -> Iterator[bool]:
     """Inside, this thread plans one graph of a program; earlier ones of the same program count.
     Gives whether it is the first."""
-    first = _here.lowered is None or _here.lowered[0] != key
+    first = _here.lowered is None or _here.lowered[0] is not key
     if _here.lowered is None or first:
         _here.lowered = key, Program()
     with (_here.counted or _here.lowered[1]).graph():
