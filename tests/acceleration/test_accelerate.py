@@ -1,6 +1,8 @@
 """``jax_cudnn.accelerate``: what it replaces for a GPU, what it says, and what it leaves alone."""
 
 import dataclasses
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -265,15 +267,34 @@ def test_strict_numerics_keep_each_rounding():
 
 
 @pytest.mark.deviceless
-def test_arrays_on_a_mesh_stay_sharded():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    batch = jax.NamedSharding(mesh, P("x"))
-    args = [jax.device_put(x, batch) for x in half(*[(4, 64, 2, 64)] * 3)]
-    fast = jc.accelerate(attend)
-    with jc.target("H200"):
-        out = jax.jit(fast)(*args)
-        text = jax.jit(fast).lower(*args).compile().as_text()
-    assert out.sharding.is_equivalent_to(batch, 4)
-    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
-    want = jax.jit(attend)(*args)
-    np.testing.assert_allclose(out.astype("float32"), want.astype("float32"), atol=0.05)
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_collectives_on_a_mesh_are_those_of_the_function(kind):
+    def block(p, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+        x = x + jnp.einsum("bthk,hkd->btd", attend(q, k, v), p["out"])
+        return x + jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"]
+
+    shapes = {"q": (64, 4, 16), "k": (64, 4, 16), "v": (64, 4, 16), "out": (4, 16, 64)}
+    shapes |= {"up": (64, 128), "bias": (128,), "down": (128, 64)}
+    columns, rows = P(None, "model"), P("model")
+    spread = {**dict.fromkeys(("q", "k", "v", "up"), columns), "out": rows, "bias": rows}
+    spread |= {"down": rows}
+    if kind == jax.sharding.AxisType.Explicit:
+        spread = dict.fromkeys(shapes, P())
+    *arrays_, x = half(*shapes.values(), (8, 32, 64))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh), jc.target("H200"):
+        place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))  # noqa: E731
+        p = {name: place(0.1 * a, spread[name]) for name, a in zip(shapes, arrays_, strict=True)}
+        found = []
+        for fn in (block, jc.accelerate(block)):
+            loss = lambda p, x, fn=fn: (fn(p, x).astype("float32") ** 2).mean()  # noqa: E731
+            step = jax.jit(jax.grad(loss))
+            text = step.lower(p, place(x, P("data"))).compile().as_text()
+            names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+            collectives = Counter(re.findall(rf"= \S+ ({names})\(", text))
+            found.append((collectives, step(p, place(x, P("data")))))
+    assert found[0][0] == found[1][0]
+    for want, got in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
+        error = np.linalg.norm(got.astype("float32") - want.astype("float32"))
+        assert error <= 0.05 * np.linalg.norm(want.astype("float32"))
