@@ -14,8 +14,9 @@ from .._core.errors import GraphTypeError, shown
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from . import attention, choice, epilogues, norms, report
-from .program import Equation, Missed, Program
+from .program import Missed, Program
 from .report import Found
+from .values import Equation
 
 KINDS = ("attention", "product", "convolution", "normalization")
 _MOST = 256  # shapes for which a function's regions are kept

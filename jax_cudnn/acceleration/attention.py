@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from ..ops import dot_product_attention
 from .known import is_known
 from .masks import Positions, Seen, band, conjuncts, lengths
-from .program import Equation, Missed, Program, Region, Value
-from .scores import Dims, Scores, Side, Unclear, narrowed, number, read, score_mod
+from .operands import Operand, operand
+from .program import Missed, Program, Region
+from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod
 from .softmax import OUT, SCORES, Follower
+from .values import Equation, Value
 
 _USED = (
     "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
@@ -28,99 +30,13 @@ _USED = (
 )
 
 
-# -- operands --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """An operand of a product, before it was widened, scaled and repeated: ``at`` has the dimension
-    of ``value`` for each of the operand's; ``groups``: how often it was repeated, by dimension."""
-
-    value: Value
-    at: tuple[int, ...]
-    factor: float
-    groups: tuple[int, ...]
-
-    def arranged(self, x: Any, order: list[int], shape: tuple[int, ...]) -> Any:
-        axes = [self.at[i] for i in order]
-        rest = [i for i in range(x.ndim) if i not in axes]
-        return jnp.transpose(x, (*rest, *axes)).reshape(shape)
-
-
-def _operand(value: Value, repeats: bool) -> _Operand:
-    at, factor, groups = (*range(len(value.shape)),), 1.0, [1] * len(value.shape)
-    while (made := value.made_by) is not None:
-        if made.name == "convert_element_type" and _is_wider(made.outs[0], made.ins[0]):
-            value = made.ins[0]
-        elif made.name in ("mul", "div") and value.shape:
-            others = [(v, number(v)) for v in made.ins]
-            arrays = [v for v, n in others if n is None]
-            numbers = [n for _, n in others if n is not None]
-            if len(arrays) != 1 or not numbers or arrays[0].shape != value.shape:
-                break
-            if made.name == "div" and (arrays[0] is not made.ins[0] or not numbers[0]):
-                break
-            factor = factor * numbers[0] if made.name == "mul" else factor / numbers[0]
-            value = arrays[0]
-        elif made.name == "transpose":
-            at = tuple(made.params["permutation"][i] for i in at)
-            value = made.ins[0]
-        elif repeats and made.name == "reshape" and (found := _repeated(made)) is not None:
-            source, places, times = found
-            for i, j in enumerate(at):
-                groups[i] *= times[j]
-            at = tuple(places[j] for j in at)
-            value = source
-            repeats = False
-        else:
-            break
-    return _Operand(value, at, factor, tuple(groups))
-
-
-def _is_wider(wide: Value, narrow: Value) -> bool:
-    kinds = all(jnp.issubdtype(v.dtype, jnp.floating) for v in (wide, narrow))
-    return kinds and wide.dtype.itemsize >= narrow.dtype.itemsize
-
-
-def _repeated(reshape: Equation) -> tuple[Value, tuple[int, ...], tuple[int, ...]] | None:
-    """``(x, dimension of x for each of the result's, how often each is repeated)``, for
-    ``jnp.repeat`` along one dimension and for a broadcast that was flattened."""
-    spread = reshape.ins[0].made_by
-    if spread is None or spread.name != "broadcast_in_dim" or reshape.params["dimensions"]:
-        return None
-    source, wide, out = spread.ins[0], spread.outs[0].shape, reshape.outs[0].shape
-    from_source = {
-        axis: i
-        for i, axis in enumerate(spread.params["broadcast_dimensions"])
-        if source.shape[i] == wide[axis]
-    }
-    places, times, j = [], [], 0
-    for size in out:
-        if j < len(wide) and wide[j] == size and j in from_source:
-            places.append(from_source[j])
-            times.append(1)
-            j += 1
-        elif j + 1 < len(wide) and wide[j] * wide[j + 1] == size and j in from_source:
-            if j + 1 in from_source and wide[j + 1] != 1:
-                return None
-            places.append(from_source[j])
-            times.append(wide[j + 1])
-            j += 2
-        else:
-            return None
-    return (source, tuple(places), tuple(times)) if j == len(wide) else None
-
-
-# -- regions ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Found:
     """Attention: operands, the axes of the scores by role, and what modifies the scores."""
 
-    q: _Operand
-    k: _Operand
-    v: _Operand
+    q: Operand
+    k: Operand
+    v: Operand
     sizes: tuple[int, ...]
     batch: tuple[int, ...]
     heads: tuple[int, ...]
@@ -214,9 +130,9 @@ def _roles(follower: Follower, key: int) -> _Found:
         raise Unclear("the keys have several dimensions")
     of_query = 1 - of_key
     rows = [a for a in axes[of_query] if sizes[a] != 1] or axes[of_query][-1:]
-    k, q = (_operand(product.ins[i], i == of_key) for i in (of_key, of_query))
+    k, q = (operand(product.ins[i], i == of_key) for i in (of_key, of_query))
     side = next(i for i, v in enumerate(second.ins) if v in follower.states)
-    v = _operand(second.ins[1 - side], True)
+    v = operand(second.ins[1 - side], True)
     if not rows:
         raise Unclear("there is no dimension of queries")
     masked = _masked_axes(follower)
@@ -272,8 +188,8 @@ def _built(
         ok &= k.groups[k_axes[f.heads[0]]] == repeats == math.prod(v.groups)
         ok &= v.groups[v_axes[f.heads[0]]] == repeats
         if not ok:
-            k = _operand(product.ins[of_key], False)
-            v = _operand(second.ins[1 - side], False)
+            k = operand(product.ins[of_key], False)
+            v = operand(second.ins[1 - side], False)
             repeats = 1
     b, kn, g = f.size(f.batch), f.size(f.heads) // repeats, f.size(f.groups) * repeats
     t, s = f.sizes[f.query], f.sizes[f.key]

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import conv, matmul
-from .known import elementwise, on_cpu
-from .program import CUSTOM, ELEMENTWISE, Equation, Missed, Program, Region, Value
-from .scores import CASTS, Side, narrowed, number
+from ..ops.score_mod import unwatched
+from .known import elementwise
+from .program import Missed, Program, Region
+from .scores import CASTS, Side, computed, constant, narrowed, number
+from .values import CUSTOM, ELEMENTWISE, Equation, Value
 
 _FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30])
 _GRID = np.concatenate([np.linspace(-12, 12, 4801), _FAR, -_FAR])
@@ -325,10 +327,12 @@ def _recognised(value: Value, equations: list[Equation], own: bool) -> str | Non
 def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
     """Whether the derivative where an activation has none is the same: ``jnp.maximum(x, 0)`` has
     0.5 at 0, and ``jax.nn.relu`` 0."""
-    with on_cpu():
+    with unwatched():
         at = jnp.asarray(_KINKS)
         ones = jnp.ones_like(at)
-        got = jax.jvp(lambda x: _of(value, equations, x), (at,), (ones,))[1]
+        last = equations[-1].outs[0]
+        run = lambda x: computed(equations, {value: x}, constant)[last]  # noqa: E731
+        got = jax.jvp(run, (at,), (ones,))[1]
         want = jax.jvp(_named(name), (at,), (ones,))[1]
         return bool(np.allclose(got, want, atol=0.02))
 
@@ -344,26 +348,6 @@ def _evaluated(value: Value, equations: list[Equation]) -> np.ndarray | None:
         if found is None:
             return None
         env[out] = np.broadcast_to(found, _GRID.shape)
-    return env[equations[-1].outs[0]]
-
-
-def _of(value: Value, equations: list[Equation], x: Any) -> Any:
-    """What equations compute of a value, in float32."""
-    env: dict[Value, Any] = {value: x}
-    for equation in equations:
-        out = equation.outs[0]
-        if equation.name in CASTS and jnp.issubdtype(out.dtype, jnp.floating):
-            env[out] = env[equation.ins[0]]
-            continue
-        given = []
-        for v in equation.ins:
-            if v in env:
-                given.append(env[v])
-            else:
-                wide = jnp.issubdtype(v.dtype, jnp.floating)
-                given.append(jnp.asarray(number(v), "float32" if wide else v.dtype))
-        given = jnp.broadcast_arrays(*given)
-        env[out] = equation.eqn.primitive.bind(*given, **equation.params)
     return env[equations[-1].outs[0]]
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .program import ELEMENTWISE, Equation, Value, same_order
+from ..ops.score_mod import unwatched
+from .values import ELEMENTWISE, Equation, Value, same_order
 
 Block = tuple[tuple[int, int], ...]
 _Done = dict[tuple[Value, Block], np.ndarray]
@@ -127,18 +126,6 @@ def _computed(value: Value, block: Block, done: _Done) -> np.ndarray:
     return whole[tuple(slice(*pair) for pair in block)]
 
 
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Compute while a function is traced, on the CPU if JAX has it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.ensure_compile_time_eval())
-        for watched in (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")):
-            stack.enter_context(watched)
-        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude it
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        yield
-
-
 def elementwise(equation: Equation, operands: list[np.ndarray], dtype: Any) -> Any:
     """What an elementwise operation computes of arrays, as ``dtype``; None where only JAX knows."""
     name = equation.name
@@ -165,7 +152,7 @@ def _elementwise(equation: Equation, operands: list[np.ndarray], shape: Any) -> 
 
 
 def _with_jax(equation: Equation, operands: list[np.ndarray]) -> np.ndarray:
-    with on_cpu():
+    with unwatched():
         given = [jnp.asarray(x, v.dtype) for x, v in zip(operands, equation.ins, strict=True)]
         made = equation.eqn.primitive.bind(*given, **equation.params)
         return np.asarray(made[0] if equation.eqn.primitive.multiple_results else made)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .known import array, is_known, rows
-from .program import Value
 from .scores import CASTS, Dims, Side, narrowed, number
+from .values import Value
 
 
 def conjuncts(mask: Side) -> Iterator[Side]:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import layer_norm, rms_norm
-from .program import ELEMENTWISE, Equation, Missed, Program, Region, Value
-from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, narrowed, number, unchanged
+from .program import Missed, Program, Region
+from .scores import CASTS, LAYOUT, Dims, Side, Unclear, follow, moved, narrowed, number, unchanged
+from .values import ELEMENTWISE, Equation, Value
 
 X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = (
     "x",
@@ -53,17 +54,13 @@ class _Follower:
         self.root = root
         self.axes: frozenset[int] | None = None
         self.states: dict[Value, _State] = {root: _State(X, dims)}
-        todo, seen = {*root.users}, set()
-        while todo:
-            equation = min(todo, key=lambda e: e.at)
-            todo.remove(equation)
-            seen.add(equation)
-            if equation.inner or len(equation.outs) != 1:
-                continue
-            state = self._state(equation)
-            if state is not None:
-                self.states[equation.outs[0]] = state
-                todo |= {e for e in equation.outs[0].users if e not in seen}
+        follow(root, self._follow)
+
+    def _follow(self, equation: Equation) -> _State | None:
+        state = self._state(equation)
+        if state is not None:
+            self.states[equation.outs[0]] = state
+        return state
 
     def _state(self, equation: Equation) -> _State | None:
         name = equation.name

@@ -12,136 +12,8 @@ import jax.numpy as jnp
 
 from .._core import compat
 from .._core.primitive import cudnn_p
+from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, bound
 
-CUSTOM = "custom_jvp_call"
-ELEMENTWISE = {
-    *("add", "sub", "mul", "neg", "max", "min", "abs", "floor", "ceil", "sign", "exp", "sqrt"),
-    *("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "not"),
-    *("div", "rem", "pow", "integer_pow", "square", "log", "log1p", "exp2", "expm1", "tanh"),
-    *("logistic", "erf", "erfc", "erf_inv", "rsqrt", "cbrt", "sin", "cos", "tan", "round"),
-    *("select_n", "clamp", "convert_element_type", "is_finite", "copy", "copy_p", "nextafter"),
-    *("reduce_precision", "stop_gradient", "shift_left", "shift_right_logical", "atan2"),
-    *("add_any", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
-}
-"""Operations each of whose elements depends on the elements at its own place alone."""
-
-
-class Value:
-    """A variable or a literal. Variables that a call hands through are one value.
-
-    ``made_by``: its equation; None for inputs, constants and literals. ``known``: the array of a
-    constant or a literal. ``outside``: the equal value of the program around. ``varies``: along
-    which dimensions its elements may differ. ``depth``: how many equations compute it from
-    constants and positions alone; None if it depends on an input.
-    """
-
-    __slots__ = ("aval", "depth", "known", "made_by", "outside", "users", "varies")
-
-    def __init__(self, aval: Any, known: Any = None, outside: Value | None = None) -> None:
-        self.aval, self.known, self.outside = aval, known, outside
-        self.made_by: Equation | None = None
-        self.users: list[Equation] = []
-        self.depth: int | None = None if known is None else 0
-        self.varies = tuple(size != 1 for size in self.shape)
-        if outside is not None:
-            self.depth, self.varies = outside.depth, outside.varies
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self.aval, "shape", ()))
-
-    @property
-    def dtype(self) -> Any:
-        return self.aval.dtype
-
-    def follow(self, equation: Equation) -> None:
-        """Records that an equation makes it."""
-        self.made_by = equation
-        self.varies = tuple(
-            one and size != 1 for one, size in zip(_varies(self), self.shape, strict=True)
-        )
-        depths = [v.depth for v in equation.ins]
-        plain = not (equation.inner or equation.eqn.effects or len(equation.outs) != 1)
-        plain = plain and not any(
-            hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in equation.params.values()
-        )
-        if plain and None not in depths:
-            deepest = 1 + max((d for d in depths if d is not None), default=0)
-            self.depth = deepest if deepest <= _DEEPEST else None
-
-
-def _varies(value: Value) -> Sequence[bool]:
-    made, rank = value.made_by, len(value.shape)
-    assert made is not None
-    params = made.params
-    if made.name in ELEMENTWISE:
-        given = [v.varies for v in made.ins if v.shape]
-        return [any(axes) for axes in zip(*given, strict=True)] if given else [False] * rank
-    match made.name:
-        case "iota":
-            return [axis == params["dimension"] for axis in range(rank)]
-        case "broadcast_in_dim":
-            found = dict(zip(params["broadcast_dimensions"], made.ins[0].varies, strict=True))
-            return [found.get(axis, False) for axis in range(rank)]
-        case "transpose":
-            return [made.ins[0].varies[axis] for axis in params["permutation"]]
-        case "slice" | "dynamic_slice":
-            return made.ins[0].varies
-        case "reshape" | "squeeze" | "expand_dims":
-            if not any(made.ins[0].varies):
-                return [False] * rank
-            if same_order(value, made.ins[0]):
-                pairs = zip(made.ins[0].shape, made.ins[0].varies, strict=True)
-                wide = iter(one for size, one in pairs if size != 1)
-                return [size != 1 and next(wide) for size in value.shape]
-    return [True] * rank
-
-
-def same_order(a: Value, b: Value) -> bool:
-    """Whether two shapes differ in dimensions of one element alone."""
-    return [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
-
-
-@dataclass(eq=False)
-class Equation:
-    """An equation that runs as a whole, or one whose jaxprs are programs of their loops and
-    branches."""
-
-    jaxpr: Any
-    eqn: Any
-    ins: list[Value]
-    outs: list[Value]
-    calls: tuple[Call, ...]
-    at: int
-    inner: dict[tuple[str, int | None], Program] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
-
-    @property
-    def written(self) -> Any:
-        """The equation with the user's line: that of the outermost call, as JAX traces an inner
-        function once for several."""
-        return self.calls[0].eqn if self.calls else self.eqn
-
-
-@dataclass(eq=False)
-class Call:
-    """A call whose equations stand in the program that calls."""
-
-    jaxpr: Any
-    eqn: Any
-    ins: list[Value]
-    outs: list[Value]
-    body: list[Equation | Call]
-
-
-_DEEPEST = 200
 _CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
 
 
@@ -336,16 +208,6 @@ class Program:
                 else:
                     made = bound(item.jaxpr, item.eqn, values)
                 env.update(zip(item.outs, made, strict=True))
-
-
-def bound(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, under its names and settings."""
-    variables = [*dict.fromkeys(v for v in eqn.invars if not hasattr(v, "val"))]
-    given = {v: x for v, x in zip(eqn.invars, values, strict=True) if not hasattr(v, "val")}
-    outs = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    piece = jaxpr.replace(constvars=[], invars=variables, outvars=outs, eqns=[eqn])
-    made = dict(zip(outs, jax.core.eval_jaxpr(piece, (), *given.values()), strict=True))
-    return [made.get(v) for v in eqn.outvars]
 
 
 def _value(env: dict, variable: Any) -> Value:

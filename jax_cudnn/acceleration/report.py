@@ -11,7 +11,8 @@ from typing import Any
 from .._core import compat
 from .._core.graph.source import users_place
 from .._core.plans.table import aligned
-from .program import Equation, Missed, Program, Region
+from .program import Missed, Program, Region
+from .values import Equation
 
 _HEADER = ("kind", "what", "at", "times", "runs on", "why")
 

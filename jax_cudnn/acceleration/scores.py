@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .known import array, is_known, rows
-from .program import ELEMENTWISE, Equation, Value
+from .values import ELEMENTWISE, Equation, Value
 
 Dims = tuple[Any, ...]
 """For each dimension of an array the axis of the scores along which it varies, or None."""
@@ -70,6 +70,36 @@ def moved(equation: Equation, dims: Dims) -> Dims | None:
             left = iter(wide)
             return tuple(next(left)[1] if n != 1 else None for n in result.shape)
     return None
+
+
+def follow(start: Value, meaning: Callable[[Equation], Any]) -> None:
+    """Asks for the meaning of each equation that reads ``start``, or a result that has a meaning,
+    in order."""
+    todo, seen = {*start.users}, set()
+    while todo:
+        equation = min(todo, key=lambda e: e.at)
+        todo.remove(equation)
+        seen.add(equation)
+        if not equation.inner and len(equation.outs) == 1 and meaning(equation) is not None:
+            todo |= {user for user in equation.outs[0].users if user not in seen}
+
+
+def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -> dict[Value, Any]:
+    """Elementwise equations in float32, for values in ``env`` and those that ``other`` gives."""
+    for equation in equations:
+        name, out = equation.name, equation.outs[0]
+        if name in LAYOUT or (name in CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
+            env[out] = env[equation.ins[0]]
+        else:
+            given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
+            env[out] = equation.eqn.primitive.bind(*given, **equation.params)
+    return env
+
+
+def constant(value: Value) -> Any:
+    """A known number as an array; floats are float32."""
+    wide = jnp.issubdtype(value.dtype, jnp.floating)
+    return jnp.asarray(number(value), "float32" if wide else value.dtype)
 
 
 def narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:
@@ -237,46 +267,21 @@ def score_mod(
     chain = _chain(rest, product, dims_of)
     sides: dict[Value, int] = {}
     operands: list[Side] = []
-    constants: dict[Value, float] = {}
     for equation in chain:
         for v in equation.ins:
-            if v in dims_of or v in sides or v in constants:
-                continue
-            one = number(v)
-            if one is not None:
-                constants[v] = one
-                continue
-            dims = dims_of[equation.outs[0]] if v.shape else ()
-            sides[v] = len(operands)
-            operands.append(Side(*narrowed(v, dims)))
+            if v not in dims_of and v not in sides and number(v) is None:
+                sides[v] = len(operands)
+                dims = dims_of[equation.outs[0]] if v.shape else ()
+                operands.append(Side(*narrowed(v, dims)))
 
     def modified(score: Any, b: Any, h: Any, q: Any, kv: Any, *arrays: Any) -> Any:
-        env: dict[Value, Any] = {product: score}
-        for equation in chain:
-            name, out = equation.name, equation.outs[0]
-            if name in LAYOUT or (name in CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
-                env[out] = env[equation.ins[0]]
-                continue
-            given = []
-            for v in equation.ins:
-                if v in env:
-                    given.append(env[v])
-                elif v in constants:
-                    kind = _wide(v.dtype)
-                    given.append(jnp.asarray(constants[v], kind))
-                else:
-                    given.append(arrays[sides[v]])
-            given = jnp.broadcast_arrays(*given)
-            params = equation.params
-            made = equation.eqn.primitive.bind(*given, **params)
-            env[out] = made
-        return env[rest] * factor if factor != 1 else env[rest]
+        def other(v: Value) -> Any:
+            return arrays[sides[v]] if v in sides else constant(v)
+
+        found = computed(chain, {product: score}, other)[rest]
+        return found * factor if factor != 1 else found
 
     return modified, operands
-
-
-def _wide(dtype: Any) -> Any:
-    return "float32" if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _chain(rest: Value, product: Value, dims_of: Mapping[Value, Dims]) -> list[Equation]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .program import ELEMENTWISE, Equation, Value
-from .scores import CASTS, LAYOUT, Dims, moved, number, unchanged
+from .scores import CASTS, LAYOUT, Dims, follow, moved, number, unchanged
+from .values import ELEMENTWISE, Equation, Value
 
 SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
 INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-probabilities"
@@ -40,20 +40,13 @@ class Follower:
         self.states: dict[Value, State] = {scores: State(SCORES, dims)}
         self.second: Equation | None = None
         self.dropped: list[str] = []
-        self._visit(scores)
+        follow(scores, self._follow)
 
-    def _visit(self, scores: Value) -> None:
-        todo, seen = {*scores.users}, set()
-        while todo:
-            equation = min(todo, key=lambda e: e.at)
-            todo.remove(equation)
-            seen.add(equation)
-            if equation.inner or len(equation.outs) != 1:
-                continue
-            state = self._state(equation)
-            if state is not None:
-                self.states[equation.outs[0]] = state
-                todo |= {e for e in equation.outs[0].users if e not in seen}
+    def _follow(self, equation: Equation) -> State | None:
+        state = self._state(equation)
+        if state is not None:
+            self.states[equation.outs[0]] = state
+        return state
 
     def _state(self, equation: Equation) -> State | None:
         name = equation.name

@@ -180,7 +180,7 @@ def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None
         drawn = noise.integers(-8, 9, scores) if "int" in dtype else noise.normal(size=scores)
         return drawn.astype(dtype)
 
-    with _unwatched():
+    with unwatched():
         dtypes = {port: mod.spec.tensor(name).dtype for name, port in mod.named.items()}
         operands = {port: jnp.asarray(some(dtype)) for port, dtype in dtypes.items()}
         hidden = jnp.full(scores, -jnp.inf, mod.spec.input_tensors[0].dtype)
@@ -190,7 +190,7 @@ def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None
 
 
 @contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
+def unwatched() -> Iterator[None]:
     """Compute during tracing or lowering, on the CPU if available, without the checks (NaN,
     transfers) that JAX applies to the traced program."""
     with contextlib.ExitStack() as stack:
