@@ -22,7 +22,7 @@ from .operands import Operand, operand
 from .program import Missed, Program, Region
 from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod
 from .softmax import OUT, SCORES, Follower
-from .values import Equation, Value
+from .values import Equation, Value, between, free_dims
 
 _USED = (
     "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
@@ -82,7 +82,7 @@ def _region(program: Program, follower: Follower) -> Region:
         if len(after) != 1 or after[0] not in outs:
             break
         (last,) = after
-    equations = _between(last, follower)
+    equations = between(last, follower.states.__contains__)
     inside = {v for e in equations for v in e.outs} - {last}
     for value in inside:
         if program.used_outside(equations, value):
@@ -96,28 +96,10 @@ def _region(program: Program, follower: Follower) -> Region:
     return _built(found, scores, dims_of, follower, equations, last, state.dims)
 
 
-def _between(last: Value, follower: Follower) -> set[Equation]:
-    found: set[Equation] = set()
-    todo = [last]
-    while todo:
-        value = todo.pop()
-        made = value.made_by
-        if value in follower.states and made is not None and made not in found:
-            found.add(made)
-            if made is not follower.product:
-                todo += made.ins
-    return found
-
-
 def _roles(follower: Follower, key: int) -> _Found:
     product, second = follower.product, follower.second
     assert second is not None
-    contract, batch = product.params["dimension_numbers"]
-    shapes = [v.shape for v in product.ins]
-    free = [
-        [i for i in range(len(shapes[k])) if i not in (*contract[k], *batch[k])] for k in (0, 1)
-    ]
-    count = len(batch[0])
+    free, count = free_dims(product), len(product.params["dimension_numbers"][1][0])
     axes = [
         [*range(count, count + len(free[0]))],
         [*range(count + len(free[0]), count + len(free[0]) + len(free[1]))],
@@ -252,11 +234,7 @@ def _built(
 
 def _axes_of(product: Equation, side: int) -> dict[int, int]:
     """Axis of the scores -> dimension of an operand of their product."""
-    contract, batch = product.params["dimension_numbers"]
-    shapes = [v.shape for v in product.ins]
-    free = [
-        [i for i in range(len(shapes[k])) if i not in (*contract[k], *batch[k])] for k in (0, 1)
-    ]
+    (_, batch), free = product.params["dimension_numbers"], free_dims(product)
     start = len(batch[0]) + (len(free[0]) if side else 0)
     return {**dict(enumerate(batch[side])), **{start + i: d for i, d in enumerate(free[side])}}
 
@@ -268,10 +246,7 @@ def _axes_of_values(
     state, other = follower.states[second.ins[side]], 1 - side
     pairs = zip(batch[side], batch[other], strict=True)
     axes = {state.dims[i]: j for i, j in pairs if state.dims[i] is not None}
-    free = [
-        i for i in range(len(second.ins[other].shape)) if i not in (*contract[other], *batch[other])
-    ]
-    return axes, contract[other][0], free
+    return axes, contract[other][0], free_dims(second)[other]
 
 
 def _masks(scores: Scores, f: _Found, at: Positions) -> tuple[Seen | None, Side | None, list[Side]]:

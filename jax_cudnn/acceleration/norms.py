@@ -14,7 +14,7 @@ import numpy as np
 from ..ops import layer_norm, rms_norm
 from .program import Missed, Program, Region
 from .scores import CASTS, LAYOUT, Dims, Side, Unclear, follow, moved, narrowed, number, unchanged
-from .values import ELEMENTWISE, Equation, Value
+from .values import ELEMENTWISE, Equation, Value, between
 
 X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = (
     "x",
@@ -246,7 +246,9 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
     order = sorted(axes)
     if [i for i in range(order[0], rank) if root.shape[i] != 1] != order:
         raise Unclear("it is not over the last dimensions")
-    equations = _between(last, follower)
+    # Casts of its operand stay outside.
+    known = {v for v, s in follower.states.items() if s.kind != X}
+    equations = between(last, known.__contains__)
     if equations & taken:
         raise Unclear("a part of it belongs to another region")
     for value in {v for e in equations for v in e.outs} - {last}:
@@ -283,16 +285,3 @@ def _of_axes(x: Any, side: Side, start: int, shape: tuple[int, ...]) -> Any:
     axes = [d - start for d in side.dims if d is not None]
     x = jnp.transpose(x, [*np.argsort(axes)])
     return jnp.broadcast_to(x.reshape([n if i in axes else 1 for i, n in enumerate(shape)]), shape)
-
-
-def _between(last: Value, follower: _Follower) -> set[Equation]:
-    """The equations of a normalization; casts of its operand stay outside."""
-    found: set[Equation] = set()
-    todo = [last]
-    while todo:
-        value = todo.pop()
-        made, state = value.made_by, follower.states.get(value)
-        if state is not None and state.kind != X and made is not None and made not in found:
-            found.add(made)
-            todo += made.ins
-    return found

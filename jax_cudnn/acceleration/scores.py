@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .known import array, is_known, rows
-from .values import ELEMENTWISE, Equation, Value
+from .values import ELEMENTWISE, Equation, Value, between
 
 Dims = tuple[Any, ...]
 """For each dimension of an array the axis of the scores along which it varies, or None."""
@@ -264,7 +264,11 @@ def score_mod(
     rest: Value, factor: float, product: Value, dims_of: Mapping[Value, Dims]
 ) -> tuple[Callable[..., Any], list[Side]]:
     """``f(score, b, h, q, kv, *operands)`` that computes ``factor * rest``, and its operands."""
-    chain = _chain(rest, product, dims_of)
+    made = between(rest, lambda v: v in dims_of and v is not product)
+    for equation in made:
+        if equation.name not in (*ELEMENTWISE, *LAYOUT):
+            raise Unclear(f"{equation.name} between the scores and their softmax")
+    chain = sorted(made, key=lambda e: e.at)
     sides: dict[Value, int] = {}
     operands: list[Side] = []
     for equation in chain:
@@ -282,20 +286,3 @@ def score_mod(
         return found * factor if factor != 1 else found
 
     return modified, operands
-
-
-def _chain(rest: Value, product: Value, dims_of: Mapping[Value, Dims]) -> list[Equation]:
-    found: set[Equation] = set()
-    todo = [rest]
-    while todo:
-        value = todo.pop()
-        if value is product or value not in dims_of:
-            continue
-        made = value.made_by
-        assert made is not None
-        if made not in found:
-            if made.name not in (*ELEMENTWISE, *LAYOUT):
-                raise Unclear(f"{made.name} between the scores and their softmax")
-            found.add(made)
-            todo += made.ins
-    return sorted(found, key=lambda e: e.at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .scores import CASTS, LAYOUT, Dims, follow, moved, number, unchanged
-from .values import ELEMENTWISE, Equation, Value
+from .values import ELEMENTWISE, Equation, Value, free_dims
 
 SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
 INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-probabilities"
@@ -202,10 +202,7 @@ class Follower:
         if self.second not in (None, equation):
             return None
         self.second = equation
-        free = [
-            [i for i in range(len(v.shape)) if i not in (*contract[k], *batch[k])]
-            for k, v in enumerate(equation.ins)
-        ]
+        free = free_dims(equation)
         ends = [
             [state.dims[i] if k == side else ("E", j) for j, i in enumerate(free[k])]
             for k in (0, 1)

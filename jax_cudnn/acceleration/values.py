@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,28 @@ class Call:
     ins: list[Value]
     outs: list[Value]
     body: list[Equation | Call]
+
+
+def between(last: Value, inside: Callable[[Value], bool]) -> set[Equation]:
+    """The equations that make ``last`` out of values that are not ``inside``."""
+    found: set[Equation] = set()
+    todo = [last]
+    while todo:
+        value = todo.pop()
+        made = value.made_by
+        if made is not None and made not in found and inside(value):
+            found.add(made)
+            todo += made.ins
+    return found
+
+
+def free_dims(product: Equation) -> list[list[int]]:
+    """For both operands of a ``dot_general`` the dimensions that are neither summed nor shared."""
+    contract, batch = product.params["dimension_numbers"]
+    return [
+        [i for i in range(len(v.shape)) if i not in (*contract[k], *batch[k])]
+        for k, v in enumerate(product.ins)
+    ]
 
 
 def bound(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
