@@ -70,19 +70,10 @@ def _either(original: Callable[..., Any], jaxpr: Any, where: Site) -> Callable[.
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def along(function: Callable[..., Any]) -> Callable[..., Any]:
-            def of(*given: Any) -> Any:
-                operands = [*primals]
-                for i, x in zip(moving, given, strict=True):
-                    operands[i] = x
-                return function(*operands)
-
-            return of
-
         given = [primals[i] for i in moving]
         avals = [jax.typeof(x) for x in primals]
         function = original if refusal(_pair(region.fun, avals, moving), where) else region.fun
-        return jax.jvp(along(function), given, [tangents[i] for i in moving])
+        return jax.jvp(_of(function, primals, moving), given, [tangents[i] for i in moving])
 
     region.defjvp(rule, symbolic_zeros=True)
     return region
@@ -92,16 +83,25 @@ def _pair(function: Callable[..., Any], avals: Sequence[Any], moving: Sequence[i
     """The jaxpr of a function and of its gradient."""
 
     def both(*operands: Any) -> Any:
-        def of(*given: Any) -> Any:
-            everything = [*operands]
-            for i, x in zip(moving, given, strict=True):
-                everything[i] = x
-            return function(*everything)
-
-        out, pull = jax.vjp(of, *(operands[i] for i in moving))
+        given = [operands[i] for i in moving]
+        out, pull = jax.vjp(_of(function, operands, moving), *given)
         return out, pull(out)
 
     return jax.make_jaxpr(both)(*avals)
+
+
+def _of(
+    function: Callable[..., Any], operands: Sequence[Any], moving: Sequence[int]
+) -> Callable[..., Any]:
+    """The function of some of its operands alone."""
+
+    def of(*given: Any) -> Any:
+        filled = [*operands]
+        for i, x in zip(moving, given, strict=True):
+            filled[i] = x
+        return function(*filled)
+
+    return of
 
 
 def refusal(jaxpr: Any, where: Site) -> str:
