@@ -315,19 +315,19 @@ def of_programs(seed: int) -> Told:
     """One altered call, then all sound ones in the same process."""
     rng, programs = random.Random(seed), _programs()
     program, in_plan = rng.choice(programs), rng.random() < 0.7
-    whole, attributes = ffi.outputs_and_workspace, ExecutionPlan.attributes
+    whole, attributes = ffi.outputs_and_workspace, ffi.attributes
 
     def call(plan: ExecutionPlan, *more: Any, **how: Any) -> Any:
         return whole(_of_plan(rng, plan) if in_plan else plan, *more, **how)
 
-    def given(plan: ExecutionPlan, name: str) -> dict[str, Any]:
-        found = attributes(plan, name)
+    def given(plan: ExecutionPlan, *more: Any) -> dict[str, Any]:
+        found = attributes(plan, *more)
         return found if in_plan else _of_attributes(rng, found)
 
     try:
         with (
             mock.patch.object(ffi, "outputs_and_workspace", call),
-            mock.patch.object(ExecutionPlan, "attributes", given),
+            mock.patch.object(ffi, "attributes", given),
         ):
             compiled = program.compile()
         program.run(compiled)
