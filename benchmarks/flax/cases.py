@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .models import GPT2, ResNet, ViT, multiply_adds
+from .models import GPT2, Gemma2, ResNet, UNet3D, ViT, multiply_adds
 from .tables import CUDNN, OURS, PLAIN, WHOLE
 
 Batch = tuple[jax.Array, jax.Array]
+_TINY_GEMMA = {"heads": (4, 2), "size": 16, "hidden": 64, "window": 16}
 _DTYPE = jnp.bfloat16  # of the computation; parameters are float32
 
 
@@ -90,19 +91,24 @@ def step(
 
 
 def cases(tiny: bool = False) -> list[FlaxCase]:
-    """ResNet-50, ViT-B/16 and GPT-2 124M; or the same models of few layers and features."""
+    """Models at the sizes that people train; or the same models of few layers and features."""
     if tiny:
         attending = {"width": 32, "depth": 1, "heads": 2}
         return [
             _resnet("resnet/tiny", 4, 32, 10, {"blocks": (1, 1), "width": 8}),
             _vit("vit/tiny", 4, 16, 10, {"patch": 4, **attending}),
             _gpt2("gpt2/tiny", 2, 32, 64, attending),
+            _gemma2("gemma2/tiny", 2, 32, 64, {**_TINY_GEMMA, "width": 32, "depth": 2}),
+            _unet("unet3d/tiny", 2, 8, {"width": 8, "levels": 2}),
         ]
     return [
         _resnet("resnet50/batch-256", 256, 224, 1000),
         _vit("vit-b-16/batch-256", 256, 224, 1000),
         _gpt2("gpt2-124m/32x1024", 32, 1024, 50304),
         _gpt2("gpt2-124m/4x8192", 4, 8192, 50304),
+        _gpt2("gpt-1.3b/4x2048", 4, 2048, 50304, {"width": 2048, "depth": 24, "heads": 16}),
+        _gemma2("gemma2-8-layers/2x4096", 2, 4096, 32768),
+        _unet("unet3d/2x128", 2, 128),
     ]
 
 
@@ -140,20 +146,54 @@ def _vit(
 def _gpt2(
     name: str, batch: int, length: int, vocabulary: int, model: Any = None, **more: Any
 ) -> FlaxCase:
-    def tokens(key: jax.Array) -> Batch:
-        drawn = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
-        return drawn[:, :-1], drawn[:, 1:]
-
     return FlaxCase(
         name,
         f"vocabulary of {vocabulary}, logits by the tokens' embeddings; AdamW",
         partial(GPT2, vocabulary=vocabulary, length=length, dtype=_DTYPE, **(model or {})),
-        tokens,
+        partial(_tokens, batch, length, vocabulary),
         optax.adamw(1e-4),
         batch * length,
         "tokens",
         **more,
     )
+
+
+def _gemma2(name: str, batch: int, length: int, vocabulary: int, model: Any = None) -> FlaxCase:
+    return FlaxCase(
+        name,
+        f"vocabulary of {vocabulary}, scores capped at 50, windows of 1024; AdamW",
+        partial(Gemma2, vocabulary=vocabulary, dtype=_DTYPE, **(model or {})),
+        partial(_tokens, batch, length, vocabulary),
+        optax.adamw(1e-4),
+        batch * length,
+        "tokens",
+        attends=False,
+    )
+
+
+def _unet(name: str, batch: int, size: int, model: Any = None) -> FlaxCase:
+    return FlaxCase(
+        name,
+        f"volumes of {size} x {size} x {size}; SGD with momentum",
+        partial(UNet3D, dtype=_DTYPE, **(model or {})),
+        partial(_volumes, batch, size),
+        optax.sgd(0.02, momentum=0.9),
+        batch,
+        "volumes",
+        attends=False,
+    )
+
+
+def _tokens(batch: int, length: int, vocabulary: int, key: jax.Array) -> Batch:
+    drawn = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def _volumes(batch: int, size: int, key: jax.Array) -> Batch:
+    voxels, kinds = jax.random.split(key)
+    space = (batch, size, size, size)
+    volumes = jax.random.normal(voxels, (*space, 4), _DTYPE)
+    return volumes, jax.random.randint(kinds, space, 0, 4)
 
 
 def _images(batch: int, size: int, classes: int, key: jax.Array) -> Batch:

@@ -139,15 +139,16 @@ def _ready(
     case: FlaxCase, initial: nnx.State, batch: Batch
 ) -> tuple[dict[str, Training], dict[str, str]]:
     """Each side with a step that is compiled for it; and why some have none."""
-    made, compiling, not_run, ready = {}, {}, {}, {}
+    made, lowered, not_run, ready = {}, {}, {}, {}
+    for side in case.sides:
+        try:
+            made[side] = _made(case, side, initial, batch)
+            lowered[side] = step.lower(made[side].model, made[side].optimizer, *batch)
+        except Exception as error:
+            not_run[side] = told(error)
+    # After all is lowered: our choice is measured on a free device, which XLA's compiler is not.
     with ThreadPoolExecutor(max_workers=len(case.sides)) as pool:
-        for side in reversed(case.sides):  # ours last: it plans while the others compile
-            try:
-                made[side] = _made(case, side, initial, batch)
-                lowered = step.lower(made[side].model, made[side].optimizer, *batch)
-                compiling[side] = pool.submit(lowered.compile)
-            except Exception as error:
-                not_run[side] = told(error)
+        compiling = {side: pool.submit(lowered[side].compile) for side in lowered}
     for side in case.sides:
         if side in compiling:
             try:

@@ -1,13 +1,15 @@
-"""Models in plain Flax: ResNet v1.5, and ViT and GPT-2 without dropout.
+"""Models in plain Flax, without dropout: ResNet v1.5, a U-Net of volumes, ViT, GPT-2 and Gemma 2.
 
 Sources: K. He et al., "Deep Residual Learning for Image Recognition", 2015, with strides in the 3x3
 convolutions; A. Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, whose head reads the
 mean of the patches (L. Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022);
-A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; O. Cicek et al.,
+"3D U-Net", 2016; Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -173,6 +175,146 @@ class GPT2(nnx.Module):
         return self.tokens.attend(self.norm(x))
 
 
+class UNet3D(nnx.Module):
+    """A U-Net of volumes (N, D, H, W, channels) to logits (N, D, H, W, classes).
+
+    Two convolutions of 3x3x3 with batch norm and relu at each of ``levels`` sizes on the way down
+    and up, of which each size has half of the voxels by side and twice the features.
+    """
+
+    def __init__(
+        self,
+        channels: int = 4,
+        classes: int = 4,
+        width: int = 32,
+        levels: int = 4,
+        *,
+        dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        widths = [width * 2**level for level in range(levels)]
+
+        def twice(inputs: int, features: int) -> nnx.Sequential:
+            layers = []
+            for of in (inputs, features):
+                layers += [
+                    nnx.Conv(of, features, (3, 3, 3), use_bias=False, **how),
+                    nnx.BatchNorm(features, momentum=0.9, **how),
+                    nnx.relu,
+                ]
+            return nnx.Sequential(*layers)
+
+        inputs = [channels, *widths[:-1]]
+        self.down = nnx.List(twice(a, b) for a, b in zip(inputs, widths, strict=True))
+        pairs = [*itertools.pairwise(widths)][::-1]
+        self.grow = nnx.List(
+            nnx.ConvTranspose(wide, thin, (2, 2, 2), strides=(2, 2, 2), **how)
+            for thin, wide in pairs
+        )
+        self.up = nnx.List(twice(2 * thin, thin) for thin, _ in pairs)
+        self.head = nnx.Conv(width, classes, (1, 1, 1), **how)
+
+    def __call__(self, volumes: jax.Array) -> jax.Array:
+        x, kept = volumes, []
+        for level, block in enumerate(self.down):
+            if level:
+                x = nnx.max_pool(x, (2, 2, 2), strides=(2, 2, 2))
+            x = block(x)
+            kept.append(x)
+        kept.pop()
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x = block(jnp.concatenate([grow(x), kept.pop()], axis=-1))
+        return self.head(x)
+
+
+def _cap(x: jax.Array, limit: float) -> jax.Array:
+    return limit * jnp.tanh(x / limit)
+
+
+class GemmaBlock(nnx.Module):
+    """Grouped attention of capped scores, in a window or not, and a gated feed-forward, each
+    between two RMS norms; x (N, T, width)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: tuple[int, int],
+        size: int,
+        hidden: int,
+        window: int | None,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        linear = partial(nnx.LinearGeneral, use_bias=False, **how)
+        self.window = window
+        self.norms = nnx.List(nnx.RMSNorm(width, **how) for _ in range(4))
+        self.query = linear(width, (heads[0], size))
+        self.key = linear(width, (heads[1], size))
+        self.value = linear(width, (heads[1], size))
+        self.out = linear((heads[0], size), width, axis=(-2, -1))
+        self.gate = nnx.Linear(width, hidden, use_bias=False, **how)
+        self.up = nnx.Linear(width, hidden, use_bias=False, **how)
+        self.down = nnx.Linear(hidden, width, use_bias=False, **how)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        batch, length, heads, size = query.shape
+        groups = key.shape[2]
+        query = query.reshape(batch, length, groups, heads // groups, size) * size**-0.5
+        scores = _cap(jnp.einsum("btghd,bsgd->bghts", query, key), 50.0)
+        row, column = jnp.arange(length)[:, None], jnp.arange(length)
+        seen = row >= column
+        if self.window is not None:
+            seen &= row - column < self.window
+        weights = jax.nn.softmax(jnp.where(seen, scores, -2.3e38), axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("bghts,bsgd->btghd", weights, value)
+        return self.out(mixed.reshape(batch, length, heads, size))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.norms[1](self.attend(self.norms[0](x)))
+        y = self.norms[2](x)
+        return x + self.norms[3](self.down(nnx.gelu(self.gate(y)) * self.up(y)))
+
+
+class Gemma2(nnx.Module):
+    """Tokens (N, T) to logits (N, T, vocabulary), as Gemma 2 without its code of positions.
+
+    By default 8 layers of the width of its 2B, with heads of 128 features as those of its 27B;
+    every second layer sees a window.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 32768,
+        width: int = 2304,
+        depth: int = 8,
+        heads: tuple[int, int] = (16, 8),
+        size: int = 128,
+        hidden: int = 9216,
+        window: int = 1024,
+        *,
+        dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        normal = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(vocabulary, width, embedding_init=normal, **how)
+        self.blocks = nnx.List(
+            GemmaBlock(width, heads, size, hidden, None if layer % 2 else window, **how)
+            for layer in range(depth)
+        )
+        self.norm = nnx.RMSNorm(width, **how)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens)
+        x = x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return _cap(self.tokens.attend(self.norm(x)).astype(jnp.float32), 30.0)
+
+
 def multiply_adds(model: nnx.Module, inputs: jax.ShapeDtypeStruct) -> int:
     """Of the products and convolutions of a forward; of causal attention's products the half."""
 
@@ -190,6 +332,7 @@ def multiply_adds(model: nnx.Module, inputs: jax.ShapeDtypeStruct) -> int:
             elif equation.primitive.name == "conv_general_dilated":
                 features = equation.params["dimension_numbers"].rhs_spec[0]
                 window = math.prod(shapes[1]) // shapes[1][features]
+                window //= math.prod(equation.params["lhs_dilation"])
                 total += math.prod(shapes[2]) * window
         return total
 

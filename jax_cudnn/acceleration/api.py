@@ -25,8 +25,8 @@ _MOST = 256  # shapes for which a function's regions are kept
 def accelerate(
     fn: Callable[..., Any] | None = None,
     *,
-    only: Iterable[str] | None = None,
-    without: Iterable[str] = (),
+    only: str | Iterable[str] | None = None,
+    without: str | Iterable[str] = (),
     numerics: str = "fused",
 ) -> Any:
     """A function in which cuDNN's graphs replace what it computes with JAX's own operations.
@@ -39,7 +39,7 @@ def accelerate(
     - "attention": two products around a softmax, with scale, biases, causal, banded and other
       masks, lengths of keys, functions of the scores, grouped queries, in any order of axes.
     - "product", "convolution": with scale, bias, residual and activation after it, if there is
-      one; an activation is recognised by its values.
+      one, and convolutions of volumes alone; an activation is recognised by its values.
     - "normalization": layer and RMS norms over the last dimensions, with their parameters.
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
@@ -50,8 +50,8 @@ def accelerate(
         fn: any function of arrays in pytrees, with results in pytrees. Other arguments, such as
             ``train=True`` or a string, are passed as they are. A callable pytree, such as an
             Equinox module, stays one: ``eqx.filter_jit(jc.accelerate(model))``.
-        only: the kinds to look for; all by default.
-        without: kinds to leave as they are.
+        only: the kind or kinds to look for; all by default.
+        without: the kind or kinds to leave as they are.
         numerics: "fused": intermediate values are float32, and are rounded once, at the end.
             "strict" keeps each rounding of the original: what rounds values to 16 bits inside is
             left as it is.
@@ -94,15 +94,15 @@ def accelerate(
         raise GraphTypeError(
             "accelerate got unknown numerics", expected="'fused' or 'strict'", got=shown(numerics)
         )
-    for kinds in (only or (), without):
-        unknown = sorted({*kinds} - {*KINDS}) if not isinstance(kinds, str) else [kinds]
-        if unknown:
+    asked, left = ((x,) if isinstance(x, str) else x for x in (only, without))
+    for kind in (*(asked or ()), *left):
+        if kind not in KINDS:
             raise GraphTypeError(
                 "accelerate got an unknown kind",
-                expected=f"a list of {', '.join(map(repr, KINDS))}",
-                got=shown(kinds if isinstance(kinds, str) else unknown[0]),
+                expected=f"of {', '.join(map(repr, KINDS))}, one or several",
+                got=shown(kind),
             )
-    kinds = [k for k in KINDS if (only is None or k in only) and k not in without]
+    kinds = [k for k in KINDS if (asked is None or k in asked) and k not in left]
     return Accelerated(fn, tuple(kinds), numerics == "strict")
 
 

@@ -27,6 +27,7 @@ _KINKS = np.asarray([0.0, 6.0], "float32")
 _KINKED = ("relu", "relu6", "leaky_relu")
 _LONGEST = 40  # operations of an activation, and of what follows it
 _FLOATS = ("float32", "bfloat16", "float16")
+_VOLUME = 3  # dimensions of a convolution that is taken alone: XLA has slow ones of volumes
 
 
 @dataclass
@@ -87,7 +88,7 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
         return None
     features = frozenset(range(len(free[0]), len(free[0]) + len(free[1])))
     found = _epilogue(program, _Epilogue(out, equations), features, taken)
-    if found is None:
+    if not found.fuses or str(found.last.dtype) not in _FLOATS:
         return None
     rows = tuple(a.shape[i] for i in free[0])
     depth = math.prod(a.shape[i] for i in contract[0])
@@ -134,7 +135,8 @@ def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> 
     axis = numbers.out_spec[1]
     found = _Epilogue(equation.outs[0], {equation})
     found = _epilogue(program, found, frozenset({axis}), taken)
-    if found is None:
+    alone = len(params["window_strides"]) >= _VOLUME
+    if not (found.fuses or alone) or str(found.last.dtype) not in _FLOATS:
         return None
     channels = (equation.outs[0].shape[axis],)
     out = str(found.last.dtype)
@@ -202,8 +204,8 @@ def _per_feature(x: Any, side: Side, sizes: tuple[int, ...], place: dict[int, in
 
 def _epilogue(
     program: Program, found: _Epilogue, features: frozenset[int], taken: set[Equation]
-) -> _Epilogue | None:
-    """What follows a product; None if nothing that cuDNN fuses does."""
+) -> _Epilogue:
+    """What follows a product that cuDNN fuses."""
     while found.last.users and found.last not in program.outs:
         users = {*found.last.users}
         if len(users) == 1:
@@ -214,7 +216,14 @@ def _epilogue(
                 continue
         if found.activation is not None or not _activated(program, found, taken):
             break
-    return found if found.fuses and str(found.last.dtype) in _FLOATS else None
+    while (cast := found.last.made_by) and cast.name in CASTS and _widens(cast):
+        found.equations.discard(cast)  # whoever reads the result casts for less than it would cost
+        found.last = cast.ins[0]
+    return found
+
+
+def _widens(cast: Equation) -> bool:
+    return cast.outs[0].dtype.itemsize > cast.ins[0].dtype.itemsize
 
 
 def _linear(found: _Epilogue, user: Equation, features: frozenset[int]) -> bool:

@@ -230,7 +230,7 @@ def test_what_it_does_not_take():
     for fn in (model, model.__call__):
         with pytest.raises(jc.GraphTypeError, match=r"flax\.accelerate"):
             jc.accelerate(fn)
-    for kinds in (["attentions"], "attention"):
+    for kinds in (["attentions"], "attentions"):
         with pytest.raises(jc.GraphTypeError, match="unknown kind"):
             jc.accelerate(attend, only=kinds)
 

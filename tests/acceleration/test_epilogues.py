@@ -196,3 +196,23 @@ def test_what_is_no_normalization_is_left():
             *(jax.tree.leaves(f(x, s, b)) for f in (fn, replaced(fn))), strict=True
         ):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_of_volumes_is_taken_alone_and_no_cast_to_more_bits():
+    x, w, b = (a.astype("bfloat16") for a in arrays((1, 4, 6, 8, 8), (3, 3, 3, 8, 16), (16,)))
+    numbers = ("NDHWC", "DHWIO", "NDHWC")
+
+    def volume(x, w):
+        y = conv(x, w, numbers, window_strides=(1, 1, 1)).astype("float32")
+        return y - y.mean()
+
+    def product(x, w, b):
+        return (x @ w + b).astype("float32")
+
+    (alone,) = search(jax.make_jaxpr(volume)(x, w), KINDS, False)[0].found
+    assert alone.output.dtype == "bfloat16"
+    assert replaced(volume)(x, w).dtype == "float32"
+    (dense,) = search(jax.make_jaxpr(product)(x, w[0, 0, 0], b), KINDS, False)[0].found
+    assert dense.output.dtype == "bfloat16"
+    flat = jax.make_jaxpr(lambda x, w: conv(x, w))(x[0], w[0])
+    assert not search(flat, KINDS, False)[0].found
