@@ -212,7 +212,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     """None where XLA alone can run the graph."""
     began, level = time.perf_counter(), settings().tuning
     known = losses.nearest(spec, placement.model(site)[1])
-    slow = level != FULL and known is not None and known.ratio >= _FAR_SLOWER
+    slow = level != FULL and known is not None and known.near and known.ratio >= _FAR_SLOWER
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
     first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
@@ -349,7 +349,11 @@ def _engines(
         if row.supported is False or engine == own.plan.pinned:
             continue
         piece = choice.pinned(own.spec, **engine)
-        plan = _plan(piece, site, name)
+        try:
+            plan = _plan(piece, site, name)
+        except PlanningError as error:  # of this engine alone
+            log.debug("%s: %s is not measured: %s", name, engine, error)
+            continue
         if isinstance(plan, ExecutionPlan):
             yield (*segments[:at], replace(own, spec=piece, plan=plan), *segments[at + 1 :])
 

@@ -94,16 +94,21 @@ def accelerate(
         raise GraphTypeError(
             "accelerate got unknown numerics", expected="'fused' or 'strict'", got=shown(numerics)
         )
-    asked, left = ((x,) if isinstance(x, str) else x for x in (only, without))
-    for kind in (*(asked or ()), *left):
+    asked, left = map(_listed, (only, without))
+    for kind in (*(asked or ()), *(left or ())):
         if kind not in KINDS:
             raise GraphTypeError(
                 "accelerate got an unknown kind",
                 expected=f"of {', '.join(map(repr, KINDS))}, one or several",
                 got=shown(kind),
             )
-    kinds = [k for k in KINDS if (asked is None or k in asked) and k not in left]
+    kinds = [k for k in KINDS if (asked is None or k in asked) and k not in (left or ())]
     return Accelerated(fn, tuple(kinds), numerics == "strict")
+
+
+def _listed(kinds: Any) -> tuple[Any, ...] | None:
+    several = isinstance(kinds, Iterable) and not isinstance(kinds, str)
+    return None if kinds is None else tuple(kinds) if several else (kinds,)
 
 
 class Accelerated:

@@ -20,7 +20,7 @@ from .known import is_known
 from .masks import Positions, Seen, band, conjuncts, lengths
 from .operands import Operand, operand
 from .program import Missed, Program, Region
-from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod
+from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod, unwidened
 from .softmax import OUT, SCORES, Follower
 from .values import Equation, Value, between, free_dims
 
@@ -82,6 +82,7 @@ def _region(program: Program, follower: Follower) -> Region:
         if len(after) != 1 or after[0] not in outs:
             break
         (last,) = after
+    last = unwidened(last, follower.product.ins[0].dtype, follower.states)
     equations = between(last, follower.states.__contains__)
     inside = {v for e in equations for v in e.outs} - {last}
     for value in inside:
@@ -208,8 +209,10 @@ def _built(
             mask = one if mask is None else mask & one
         count = None
         if lens is not None:
-            count = jnp.broadcast_to(rest[-1].reshape(-1), (b,)) + int(lens.factor)
-            count = jnp.clip(count, 0, s).astype("int32")
+            count = jnp.broadcast_to(rest[-1].reshape(-1), (b,))
+            held = jnp.iinfo(count.dtype)  # which one more, or the number of keys, may exceed
+            count = jnp.clip(count, max(held.min, -1), min(held.max, s)).astype("int32")
+            count = jnp.clip(count + int(lens.factor), 0, s)
         scale = factor * (1.0 if mod is not None else scores.scale)
         given = {"bias": bias, "mask": mask, "scale": scale, "heads_first": True}
         if seen is not None:

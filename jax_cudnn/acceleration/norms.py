@@ -13,7 +13,19 @@ import numpy as np
 
 from ..ops import layer_norm, rms_norm
 from .program import Missed, Program, Region
-from .scores import CASTS, LAYOUT, Dims, Side, Unclear, follow, moved, narrowed, number, unchanged
+from .scores import (
+    CASTS,
+    LAYOUT,
+    Dims,
+    Side,
+    Unclear,
+    follow,
+    moved,
+    narrowed,
+    number,
+    unchanged,
+    unwidened,
+)
 from .values import ELEMENTWISE, Equation, Value, between
 
 X, SQUARE, SUM, MEAN, SUM2, MEAN2, MEAN_SQUARED = (
@@ -236,6 +248,7 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
         if after not in norms or last.users[0].name in LAYOUT:
             break
         last = after
+    last = unwidened(last, root.dtype, norms)
     state = follower.states[last]
     assert axes is not None
     rank = len(root.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,16 @@ def constant(value: Value) -> Any:
     """A known number as an array; floats are float32."""
     wide = jnp.issubdtype(value.dtype, jnp.floating)
     return jnp.asarray(number(value), "float32" if wide else value.dtype)
+
+
+def unwidened(last: Value, dtype: Any, known: Container[Value]) -> Value:
+    """The value that is cast to more bits than ``dtype`` has, in the place of the cast: whoever
+    reads the result casts for less than writing it so would cost."""
+    while last.dtype.itemsize > dtype.itemsize and (cast := last.made_by) is not None:
+        if cast.name not in CASTS or cast.ins[0] not in known or cast.ins[0].dtype == last.dtype:
+            break
+        last = cast.ins[0]
+    return last
 
 
 def narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from acceleration.test_program import arrays
+from acceleration.test_program import arrays, replaced
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn.acceleration.api import search
 
 SHAPE = (2, 128, 2, 64)
 
@@ -230,7 +231,7 @@ def test_what_it_does_not_take():
     for fn in (model, model.__call__):
         with pytest.raises(jc.GraphTypeError, match=r"flax\.accelerate"):
             jc.accelerate(fn)
-    for kinds in (["attentions"], "attentions"):
+    for kinds in (["attentions"], "attentions", 3, [["attention"]], ["x", 3]):
         with pytest.raises(jc.GraphTypeError, match="unknown kind"):
             jc.accelerate(attend, only=kinds)
 
@@ -298,3 +299,40 @@ def test_collectives_on_a_mesh_are_those_of_the_function(kind):
     for want, got in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
         error = np.linalg.norm(got.astype("float32") - want.astype("float32"))
         assert error <= 0.05 * np.linalg.norm(want.astype("float32"))
+
+
+def test_a_cast_of_the_result_is_not_in_the_region():
+    x, w = half((2, 128, 4, 64), (64,))
+
+    def norm(x, w):
+        wide = x.astype("float32")
+        y = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+        return (y.astype("bfloat16") * w).astype("float32").sum()
+
+    loss = lambda q: attend(q, q, q).astype("float32").sum()  # noqa: E731
+    for fn, args, kind in ((loss, (x,), "attention"), (norm, (x, w), "normalization")):
+        (region,) = search(jax.make_jaxpr(fn)(*args), [kind], False)[0].found
+        assert region.output.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+def test_lengths_in_a_dtype_that_does_not_hold_one_more(dtype):
+    q, k, v = half(*[(2, 200, 2, 64)] * 3)
+    most = jnp.iinfo(dtype).max
+
+    def masked(q, k, v, n):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+        seen = jnp.arange(200) <= n[:, None, None, None].astype("int32")
+        narrow = jnp.arange(200, dtype=dtype) <= n[:, None, None, None]
+        seen = narrow if dtype == "uint8" else seen
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
+
+    n = jnp.asarray([most, 5], dtype)
+    want, got = masked(q, k, v, n), replaced(masked)(q, k, v, n)
+    np.testing.assert_allclose(want.astype("float32"), got.astype("float32"), atol=0.03)
+
+
+def test_kinds_of_an_iterator():
+    x, w = half((2, 64), (64, 64))
+    fast = jc.accelerate(lambda x, w: jax.nn.relu(x @ w), only=iter(["product"]))
+    assert [region["kind"] for region in fast.report(x, w).to_json()["regions"]] == ["product"]

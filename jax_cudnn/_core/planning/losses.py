@@ -43,6 +43,7 @@ class Loss:
     date: str
     cudnn: str
     cases: tuple[str, ...]
+    near: bool  # else all measured graphs are far, and the ratio is the largest of them
 
     def __str__(self) -> str:
         return (
@@ -76,13 +77,15 @@ def nearest(spec: GraphSpec, sm_version: int) -> Loss | None:
         return sum(abs(math.log2((a + 1) / (b + 1))) for a, b in pairs)
 
     near = sorted(rows, key=distance)[:_NEAREST]
-    if distance(near[0]) > _REACH:
+    reached = distance(near[0]) <= _REACH
+    if not reached:
         near = [max(rows, key=lambda row: row[2])]
     weights = [1 / (1 + distance(row)) for row in near]
     logs = (weight * math.log(row[2]) for weight, row in zip(weights, near, strict=True))
     ratio = math.exp(sum(logs) / sum(weights))
     where = {key: measured[key] for key in ("device", "date", "cudnn")}
-    return Loss(filed, ratio, **where, cases=tuple(row[3] for row in near))
+    cases = tuple(row[3] for row in near)
+    return Loss(filed, ratio, **where, cases=cases, near=reached)
 
 
 def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:

@@ -80,7 +80,7 @@ def test_a_loss_says_by_how_much_and_where_it_was_measured(monkeypatch):
     monkeypatch.setattr(losses, "table", lambda: {"91": {**where, "patterns": patterns}})
     depthwise, relu = (DGRAD, [LOSS, (16, 1, 3, 3)]), (node("relu"), [(4, 8)])
     found = losses.loss(traced(*depthwise), 91)
-    assert found == losses.Loss("conv_dgrad depthwise", 0.5, *where.values(), ("a",))
+    assert found == losses.Loss("conv_dgrad depthwise", 0.5, *where.values(), ("a",), False)
     assert "about 50% of the time" in str(found)
     for absent, gpu in (((product(), MATRICES), 91), (depthwise, 90)):  # not listed, not measured
         assert losses.loss(traced(*absent), gpu) is None

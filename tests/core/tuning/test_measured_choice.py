@@ -133,7 +133,7 @@ def test_a_wrong_result_is_never_taken_and_is_remembered(fake, caplog):
 def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatch, xla_measured):
     fake.factors = {0: 1.01, 1: jnp.nan}
     if not xla_measured:
-        far = losses.Loss("p", 3.0, "H200", "today", "9.19", ())
+        far = losses.Loss("p", 3.0, "H200", "today", "9.19", (), True)
         monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: far)
     for _ in range(2):  # measured, and from the disk
         engine, planned = taken()
@@ -144,6 +144,13 @@ def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatc
         measured, fake.measured = fake.measured, 0
         auto.clear()
     assert not measured
+
+
+def test_graphs_far_from_all_measured_ones_measure_xla_too(fake, monkeypatch):
+    far = losses.Loss("p", 100.0, "H200", "today", "9.19", (), False)
+    monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: far)
+    _, planned = taken()
+    assert "XLA" in {measured.what for measured in planned.measured}
 
 
 def test_an_engine_that_fails_when_it_runs_is_not_taken(fake, monkeypatch, caplog):
