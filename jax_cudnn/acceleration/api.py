@@ -153,7 +153,14 @@ class Accelerated:
         return report.found(title, name, found.program, found.missed, where is not None)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else functools.partial(self, owner)
+        if owner is None:
+            return self
+        method: Any = functools.partial(self, owner)
+        method.report = functools.partial(self.report, owner)
+        return method
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": {}}  # what was traced is of this process
 
     def __repr__(self) -> str:
         return f"<accelerated {getattr(self, '__name__', self._fn)}>"

@@ -1,6 +1,8 @@
 """``jax_cudnn.accelerate``: what it replaces for a GPU, what it says, and what it leaves alone."""
 
+import copy
 import dataclasses
+import pickle
 import re
 from collections import Counter
 
@@ -330,6 +332,21 @@ def test_lengths_in_a_dtype_that_does_not_hold_one_more(dtype):
     n = jnp.asarray([most, 5], dtype)
     want, got = masked(q, k, v, n), replaced(masked)(q, k, v, n)
     np.testing.assert_allclose(want.astype("float32"), got.astype("float32"), atol=0.03)
+
+
+class Attends:
+    @jc.accelerate
+    def forward(self, q):
+        return attend(q, q, q)
+
+
+def test_methods_report_and_what_was_traced_is_copied():
+    (x,) = half((2, 128, 4, 64))
+    assert len(Attends().forward.report(x).to_json()["regions"]) == 1
+    fast = jc.accelerate(attend)
+    fast.report(x, x, x)
+    for same in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert len(same.report(x, x, x).to_json()["regions"]) == 1
 
 
 def test_kinds_of_an_iterator():
