@@ -13,12 +13,13 @@ import numpy as np
 
 from .errors import GraphError
 from .graph.dtypes import is_floating
-from .graph.spec import GraphSpec
+from .graph.reference import applied
+from .graph.spec import Call, GraphSpec
 
 # Products of float32 operands may be rounded to TF32 (10 bits) by either side.
 TF32_EPS = 2.0**-10
 _ROUNDINGS = 4  # of the operands may explain a difference
-_EDGES = 1000  # of so many integers and booleans one may be another after rounding
+_EDGES = 1000  # of so many integers and booleans that follow from floats one may be another
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ def largest(values: Sequence[float]) -> float:
 
 
 @jax.jit
-def figures(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``relative`` and ``worst`` of a :class:`Difference`, and the part of the elements that differ
-    by more than one, or are another boolean."""
+def figures(got: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
+    """``relative`` and ``worst`` of a :class:`Difference`, the part of the elements that differ by
+    more than one, and the part that differs."""
     a, b = got.astype(jnp.float32), want.astype(jnp.float32)
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # equal infinities are equal
     error = jnp.where(same, 0, jnp.abs(a - b))
@@ -80,8 +81,7 @@ def figures(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     tiny = jnp.finfo(jnp.float32).tiny
     relative = jnp.sqrt(jnp.mean(error * error) / (square + tiny))
     size = jnp.where(jnp.isfinite(b), jnp.abs(b), 0) + jnp.sqrt(square)
-    other = jnp.mean(jnp.abs(a - b) > (got.dtype != jnp.bool_))
-    return relative, jnp.max(error / (size + tiny)), other
+    return relative, jnp.max(error / (size + tiny)), jnp.mean(error > 1), jnp.mean(got != want)
 
 
 def tolerance(operands: Sequence[Any], results: Any) -> float:
@@ -115,8 +115,10 @@ def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any
     limit = tolerance(read, made)
     for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
         if not is_floating(tensor.dtype):
-            if float(of[2]) > 1 / _EDGES:
-                return f"{of[2]:.2%} of its {tensor.dtype} results differ from the reference"
+            follows, rounds = _from_floats(spec, tensor.name)
+            other = float(of[2] if rounds else of[3])
+            if other > follows / _EDGES:
+                return f"{other:.2%} of its {tensor.dtype} results differ from the reference"
             continue
         found = _difference(of)
         if found.within(limit):
@@ -130,6 +132,30 @@ def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any
                 f"{_ROUNDINGS} roundings of the operands, each of {other}"
             )
     return ""
+
+
+def _from_floats(spec: GraphSpec, name: str) -> tuple[bool, bool]:
+    """Whether integers or booleans follow from floats, which each side may round in its way, such
+    as the mask of a computed value; and whether they are such floats, rounded to integers."""
+    made, follows, rounds = {name}, False, False
+    for call in reversed(spec.calls):
+        if not made & {result for _, result in call.outputs}:
+            continue
+        read = [name for _, name in call.inputs]
+        made |= {*read}
+        follows |= any(is_floating(spec.tensor(name).dtype) for name in read)
+        if (port := next((p for p, result in call.outputs if result == name), None)) is not None:
+            at = call.node.results.index(port)
+            rounds = is_floating(str(_before_rounding(spec, call)[at].dtype))
+    return follows, follows and rounds
+
+
+def _before_rounding(spec: GraphSpec, call: Call) -> Sequence[jax.ShapeDtypeStruct]:
+    avals = {}
+    for port, name in call.inputs:
+        tensor = spec.tensor(name)
+        avals[port] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype))
+    return jax.eval_shape(lambda given: applied(call.node, given), avals)
 
 
 def _difference(of: Sequence[Any]) -> Difference:

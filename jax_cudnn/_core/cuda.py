@@ -7,9 +7,11 @@ import ctypes
 import functools
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import LibraryError
@@ -18,6 +20,16 @@ from .errors import LibraryError
 def device_nodes() -> list[str]:
     """Device files of this machine's NVIDIA GPUs; empty without one."""
     return [path for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg") if os.path.exists(path)]
+
+
+def kernel_driver() -> str:
+    """The version of NVIDIA's kernel driver; empty where the system does not say it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version[0] if version else text.strip()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def run(plan: PlannedGraph, name: str, call: Call, *arrays: Any) -> list[jax.Arr
 
     def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
         if segment.plan is None:
-            return evaluate(segment.spec, *inputs, products=NARROW, read=read)
+            form = "" if segment.strict else NARROW
+            return evaluate(segment.spec, *inputs, products=form, read=read)
         return call(segment.plan, segment.spec, name, *inputs)
 
     return in_order(plan.segments, plan.spec, arrays, execute)

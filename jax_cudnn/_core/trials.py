@@ -37,11 +37,12 @@ _THREADS = 4  # that compile
 @dataclass(frozen=True)
 class Trial:
     """What became of a way: the seconds of one run, or why there are none; whether it is ``wrong``
-    in its results, or fails when it runs."""
+    in its results, or fails when it runs; whether it is left out for a reason that may pass."""
 
     seconds: float = math.inf
     note: str = ""
     wrong: bool = False
+    passing: bool = False
 
 
 @dataclass
@@ -193,17 +194,20 @@ class Bench:
         try:
             program = begun.result()
             if program.memory > self._room:
-                return Trial(note="it needs more memory than measuring may take")
+                return Trial(note="it needs more memory than measuring may take", passing=True)
         except Exception as error:  # of XLA while it compiles
-            return Trial(note=_line(error))
+            return Trial(note=_line(error), passing=_lacks_memory(error))
         try:
             got = jax.block_until_ready(program.call(*self._operands))[0]
         except Exception as error:  # of cuDNN or XLA while it runs
-            return Trial(note=_line(error), wrong="RESOURCE_EXHAUSTED" not in str(error))
+            lacks = _lacks_memory(error)
+            return Trial(note=_line(error), wrong=not lacks, passing=lacks)
         try:
             wrong = self._wrong(got)
         except MemoryError:
-            return Trial(note="comparing it needs more memory than measuring may take")
+            return Trial(
+                note="comparing it needs more memory than measuring may take", passing=True
+            )
         return Trial(note=wrong, wrong=bool(wrong))
 
     def _times(self, programs: Mapping[int, _Program]) -> dict[int, float]:
@@ -263,6 +267,10 @@ def idle(device: Device) -> None:
 
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
     return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _line(error: Exception) -> str:

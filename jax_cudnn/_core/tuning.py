@@ -10,17 +10,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 
 from . import compat
-from .cuda import CudaDevice
+from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .graph.wire import wire
@@ -28,10 +29,10 @@ from .implementation import AUTO
 from .planning import choice, losses, placement, planner, progress
 from .planning.execution_plan import ExecutionPlan
 from .planning.limits import known_reasons
-from .planning.planned_graph import Measured, PlannedSegment, Segments
+from .planning.planned_graph import Measured, Outcome, PlannedSegment, Segments, Way
 from .planning.single_flight import SingleFlight
 from .planning.split import Refusal, part, search, whole
-from .planning.stored import choice_of, key_text
+from .planning.stored import choice_of, key_text, said
 from .settings import FAST, FULL, OFF, settings
 from .store import cache
 from .trials import Bench, Trial, idle
@@ -41,20 +42,24 @@ log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
 
 _GAIN = 0.98  # of the time of the way without a measurement: less is noise
-_PATIENCE = 5.0  # seconds for the device to be idle
+_PATIENCE = 5.0  # seconds for the device to be idle; half as many after each time in vain, down to
+_LEAST_PATIENCE = 0.1
 _BATCH, _BATCHES = 2, {FAST: 3, FULL: 6}  # of other engines, in "fast" while they gain
 _AVERAGE = 1.0  # seconds that "fast" takes for a graph; what simple ones leave, others may take
 _FOR_ENGINES = 0.4  # seconds that a batch of engines takes
 _FAR_SLOWER = 2.0  # XLA's time over cuDNN's in the nearest measured graphs
+_CUT = "this cut was measured"
 _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
 
 
 @dataclass
 class _Spent:
-    """The seconds that this process has measured for, and what was said about it."""
+    """The seconds that this process has measured for, those that it waits for an idle device, and
+    what was said about it."""
 
     seconds: float = 0.0
     graphs: int = 0
+    patience: float = _PATIENCE
     told: set[str] = field(default_factory=set)
 
     def left(self) -> float:
@@ -67,18 +72,11 @@ class _Spent:
             log.warning(message, *args)
 
 
-Data = dict[str, Any]
-"""What was measured of a graph, as it is stored: ``ways``, each with its segments (see
-:data:`.stored.Rows`), the engines that are ``pinned`` in them, what they are, their seconds and a
-note; which of them is ``taken``; the ``level`` of tuning; and whether a whole ``step`` was measured
-with it."""
-
-
 class _NotNow(Exception):
     """Nothing is measured for a reason that may pass: nothing is kept of it."""
 
 
-_known: SingleFlight[Data | None] = SingleFlight()
+_known: SingleFlight[Outcome] = SingleFlight()
 _spent = _Spent()
 _measuring = threading.Lock()  # one graph at a time
 
@@ -91,34 +89,34 @@ def outcome(
     if not may_measure(spec):
         return None
     canonical = spec.for_planning.canonical()
-    data = measurement(canonical, site, name)
-    if data is None:
+    found = measurement(canonical, site, name)
+    if found is None or not found.ways:
         return None
-    taken = dict(WAYS.value).get(canonical, data["taken"])
-    segments = _segments(data["ways"][taken], spec, site, name)
+    taken = dict(WAYS.value).get(canonical, found.taken)
+    if taken is None:
+        segments = _strict(spec, found)
+    else:
+        segments = _segments(found.ways[taken], spec, site, name)
     if segments is None:
         return None
-    ways = ((way["what"], way["seconds"], way["note"]) for way in data["ways"])
-    return segments, tuple(Measured(*way, i == taken) for i, way in enumerate(ways))
+    ways = enumerate(found.ways)
+    return segments, tuple(Measured(w.what, w.seconds, w.note, i == taken) for i, w in ways)
 
 
-def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
-    """What is known of a canonical graph, measured if it is new; None if nothing can be."""
-    key = spec, planner.identity(site), settings().tuning
+def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
+    """What is known of a canonical graph, measured if it is new; None if nothing can be now."""
     try:
-        return _known.get(key, lambda: _stored_or_measured(spec, site, name))
+        return _known.get(_memo(spec, site), lambda: _stored_or_measured(spec, site, name))
     except _NotNow:
         return None
 
 
-def remember(spec: GraphSpec, site: CudaDevice, way: int) -> None:
-    """Makes a way the one that a canonical graph takes, in later processes, too: a whole step was
-    fastest with it."""
-    key = spec, planner.identity(site), settings().tuning
-    data = _known.get(key, lambda: None)
-    assert data is not None
-    data |= {"taken": way, "step": True}
-    cache.replace(_key(spec, site), data, label=f"{spec.label}; measured in a step")
+def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> None:
+    """Makes a way of an outcome the one that a canonical graph takes, in later processes, too: a
+    whole step was fastest with it."""
+    found = replace(outcome, taken=way, step=True)
+    _known.put(_memo(spec, site), found)
+    cache.replace(_key(spec, site), asdict(found), label=f"{spec.label}; measured in a step")
 
 
 def may_measure(spec: GraphSpec) -> bool:
@@ -129,44 +127,50 @@ def may_measure(spec: GraphSpec) -> bool:
     return free and not (options.deterministic or spec.is_paired) and settings().tuning != OFF
 
 
+def _memo(spec: GraphSpec, site: CudaDevice) -> tuple[Any, ...]:
+    return spec, planner.identity(site), settings().tuning
+
+
 def _key(spec: GraphSpec, site: CudaDevice) -> str:
-    return key_text("choice", spec, planner.identity(site), compat.JAXLIB)
+    """What an outcome depends on: XLA's flags for GPUs, too."""
+    flags = {flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag[:10] == "--xla_gpu_"}
+    versions = f"jaxlib {compat.JAXLIB}, driver {kernel_driver()}"
+    return key_text("choice", spec, planner.identity(site), versions, *sorted(flags))
 
 
-def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
-    """From the disk, or measured and left there; None where nothing is measured."""
+def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
+    """From the disk, or measured and left there."""
     key, now = _key(spec, site), settings()
 
-    def read(stored: Data) -> Data:
+    def read(stored: dict[str, Any]) -> Outcome:
         return choice_of(stored, spec)
 
     stored = planner.decoded(key, cache.get(key), read)
     if stored is not None:
-        taken = stored["ways"][stored["taken"]]
-        if _segments(taken, spec, site, name) is None:
+        enough = stored.step or now.tuning == FAST or (stored.level == FULL and stored.complete)
+        taken = None if stored.taken is None else stored.ways[stored.taken]
+        if taken is not None and _segments(taken, spec, site, name) is None:
             cache.discard(key, "cuDNN has no such plan any more")
             stored = None
-        elif stored["step"] or now.tuning in (FAST, stored["level"]):  # "full" measures more
+        elif enough:
             return stored
     try:
-        data = _measured_in_time(spec, site, name)
+        made = _measured_in_time(spec, site, name)
     except _NotNow:
         if stored is None:
             raise
-        data = stored
-    if data is None or data is stored:
-        return data
+        return stored
     if now.plan_cache is None:
         _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
-    label = f"{spec.label}; measured"
+    label, data = f"{spec.label}; measured", asdict(made)
     if stored is not None:
         cache.replace(key, data, label)
-        return data
+        return made
     first = cache.put(key, data, label)
-    return data if first is data else planner.decoded(key, first, read) or data
+    return made if first is data else planner.decoded(key, first, read) or made
 
 
-def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
+def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     """As :func:`_measured`, one graph at a time, as long as the process may measure."""
     limit = settings().tuning_seconds
     with _measuring:
@@ -187,18 +191,25 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Data | No
             _spent.graphs += 1
 
 
-def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
-    """The segments of a way from its data; None if cuDNN has no such plan any more."""
-    pinned = {at: engine for at, *engine in way["pinned"]}
+def _segments(way: Way, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
+    """The segments of a way; None if cuDNN has no such plan any more."""
+    pinned = {at: (engine, dict(knobs)) for at, engine, knobs in way.pinned}
     segments = []
-    for at, (calls, in_xla, reason) in enumerate(way["segments"]):
+    for at, (calls, in_xla, reason) in enumerate(way.segments):
         piece, plan = part(spec, calls), None
         if not in_xla:
             plan = _plan(choice.pinned(piece, *pinned[at]) if at in pinned else piece, site, name)
             if isinstance(plan, Refusal):
                 return None
-        segments.append(PlannedSegment(piece, tuple(calls), plan, reason))
+        segments.append(PlannedSegment(piece, calls, plan, reason))
     return tuple(segments)
+
+
+def _strict(spec: GraphSpec, outcome: Outcome) -> Segments:
+    """The reference in XLA, which is right where no measured way is."""
+    wrong = "; ".join(f"{way.what}: {way.note}" for way in outcome.ways)
+    (segment,) = whole(spec, None, f"no measured way is right: {wrong}")
+    return (replace(segment, strict=True),)
 
 
 def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refusal:
@@ -208,8 +219,21 @@ def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refus
         return Refusal(error.reason)
 
 
-def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
-    """None where XLA alone can run the graph."""
+def _wait(device: compat.Device) -> None:
+    """Until the device has nothing to do, which no limit of measuring counts. TimeoutError after
+    too long: a GPU that stays busy delays a process by twice the patience, and not each graph."""
+    began = time.perf_counter()
+    try:
+        _apart(lambda: idle(device), _spent.patience)
+        _spent.patience = _PATIENCE
+    except TimeoutError:
+        _spent.patience = max(_spent.patience / 2, _LEAST_PATIENCE)
+        raise
+    finally:
+        _spent.seconds -= time.perf_counter() - began
+
+
+def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     began, level = time.perf_counter(), settings().tuning
     known = losses.nearest(spec, placement.model(site)[1])
     slow = level != FULL and known is not None and known.near and known.ratio >= _FAR_SLOWER
@@ -217,15 +241,15 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
     first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
     if first == []:
-        return None
+        return Outcome(level)
     bench = None
     try:
         device = _device(site)
-        _apart(lambda: idle(device), _PATIENCE)
+        _wait(device)
         bench = made = _apart(lambda: Bench(spec, site, device, xla))
         ways = first or _first_ways(spec, site, name, xla)
         if not ways:
-            return None
+            return Outcome(level)
         trials = _apart(lambda: made.trials(ways))
         more = _engines(site, name, ways, trials)
         for _ in range(_BATCHES[level]):
@@ -235,15 +259,23 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
             batch, best = [*itertools.islice(more, _BATCH)], _fastest(trials)
             if not batch:
                 break
-            ways, trials = ways + batch, trials + _apart(lambda b=batch: made.trials(b))
+            try:
+                found = _apart(lambda b=batch: made.trials(b))
+            except Exception as error:  # what was measured so far stands
+                log.debug("%s: other engines are not measured: %s", name, error)
+                found = [Trial(note=said(error), passing=True)] * len(batch)
+            ways, trials = ways + batch, trials + found
             if level != FULL and _fastest(trials) == best:
                 break
     except TimeoutError as error:
-        message = "%s: the GPU was busy for %.0f s: the measurements of jax_cudnn itself decide"
-        _spent.once(message, name, _PATIENCE)
+        _spent.once(
+            "%s: not measured, because the GPU was busy; the measurements that ship with jax_cudnn "
+            "decide",
+            name,
+        )
         raise _NotNow from error
     except MemoryError as error:
-        log.debug("%s: too large to be measured with what is in memory", name)
+        log.info("%s: not measured: too large for what is free of the memory", name)
         raise _NotNow from error
     except (PlanningError, UnsupportedGraphError):
         raise
@@ -258,37 +290,40 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
 
 def _chosen(
     spec: GraphSpec, name: str, ways: list[Segments], trials: list[Trial], level: str
-) -> Data:
-    """The data of ways, of which the fastest right one is taken; where all are wrong, XLA's."""
+) -> Outcome:
+    """The outcome of trials: the fastest right way is taken."""
     pairs = [*zip(map(_what, ways), trials, strict=True)]
     for what, trial in pairs:
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
     taken = _fastest(trials)
-    if taken is None:
-        if not any(trial.wrong for trial in trials):
-            raise _NotNow  # none fits into the memory, or could be compiled
-        wrong = "; ".join(f"{what}: {trial.note}" for what, trial in pairs if trial.wrong)
-        ways, taken = [*ways, whole(spec, None, f"no measured way is right: {wrong}")], len(ways)
-        trials = [*trials, Trial(note="taken without a measurement")]
-        pairs.append((_what(ways[taken]), trials[taken]))
-    elif trials[taken].seconds > _GAIN * trials[0].seconds:
+    if taken is None and not all(trial.wrong for trial in trials):
+        raise _NotNow  # some do not fit into the memory now, or could not be compiled
+    if taken is not None and trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
     timed = ", ".join(f"{what} {t.seconds * 1e6:.1f} us" for what, t in pairs if not t.note)
-    log.debug("%s: takes %s; measured: %s", name, pairs[taken][0], timed)
+    if taken is not None:
+        before, after = trials[0].seconds, trials[taken].seconds
+        gain = "" if before == math.inf else f", {after / before:.2f} of the time without measuring"
+        log.info("%s: %s%s; measured: %s", name, pairs[taken][0], gain, timed)
+        progress.measured(min(before, 2 * after), after)
+
+    def reason(segment: PlannedSegment, why: str | None) -> str:
+        return f"{_CUT}: {timed}" if segment.reason == _CUT else why or segment.reason
+
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
         why = f"measured: {timed}" if timed and not _uses_cudnn(way) else None
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
-        data = {
-            "what": what,
-            "seconds": None if trial.note else trial.seconds,
-            "note": trial.note,
-            "segments": [[[*s.calls], s.plan is None, why or s.reason] for s in way],
-            "pinned": [[at, o.engine, dict(o.knobs)] for at, o in options if o.engine is not None],
-        }
-        found.append(data)
-    return {"level": level, "step": False, "taken": taken, "ways": found}
+        made = Way(
+            what=what,
+            seconds=None if trial.note else trial.seconds,
+            note=trial.note,
+            segments=tuple((s.calls, s.plan is None, reason(s, why)) for s in way),
+            pinned=tuple((at, o.engine, o.knobs) for at, o in options if o.engine is not None),
+        )
+        found.append(made)
+    return Outcome(level, tuple(found), taken, not any(trial.passing for trial in trials))
 
 
 def _what(way: Segments) -> str:
@@ -316,7 +351,7 @@ def _first_ways(
 
     def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
         several = len(piece.calls) > 1
-        return Refusal("measured alone") if several else _plan(piece, site, name)
+        return Refusal(_CUT) if several else _plan(piece, site, name)
 
     ways = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
     ways[1:1] = [] if xla is None else [xla]
@@ -365,12 +400,19 @@ def _device(site: CudaDevice) -> compat.Device:
 
 def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
     """The result of work in a thread of its own, which no context of JAX reaches, such as that of a
-    trace; TimeoutError after so many seconds."""
+    trace, under JAX's usual settings; TimeoutError after so many seconds."""
     future: Future[V] = Future()
 
     def run() -> None:
         try:
-            with jax.debug_nans(False), jax.debug_infs(False):
+            with (
+                jax.debug_nans(False),
+                jax.debug_infs(False),
+                jax.disable_jit(False),
+                jax.numpy_dtype_promotion("standard"),
+                jax.numpy_rank_promotion("allow"),
+                jax.transfer_guard("allow"),
+            ):
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._core.cuda import device_nodes
+from .._core.cuda import device_nodes, kernel_driver
 from .._core.planning.deviceless import environment
 from . import copies, process
 
@@ -107,7 +107,7 @@ def collect() -> Facts:
             plugins=safe("plugins", cuda_plugins, ()),
             variables={k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
             nodes=safe("device files", lambda: tuple(device_nodes()), ()),
-            kernel_driver=safe("kernel driver", _kernel_driver, ""),
+            kernel_driver=safe("kernel driver", kernel_driver, ""),
             driver=driver,
             unhidden=unhidden,
             copies=safe("copies of cuDNN", lambda: copies.find(os.environ), ()),
@@ -133,15 +133,6 @@ def cuda_plugins() -> tuple[str, ...]:
     roots = spec.submodule_search_locations if spec is not None else None
     found = {path.name for root in roots or () for path in Path(root).glob("xla_cuda*")}
     return tuple(sorted(name.removeprefix("xla_cuda") for name in found))
-
-
-def _kernel_driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return version[0] if version else text.strip()
 
 
 def _driver(variables: Mapping[str, str]) -> process.Outcome:

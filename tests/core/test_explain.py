@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
+from jax_cudnn._core.planning.planned_graph import Measured
+from jax_cudnn._core.planning.split import whole
 from jax_cudnn._core.plans import explain as module
 from jax_cudnn._core.plans import picture
 
@@ -212,3 +214,26 @@ def test_the_command_prints_text_json_and_html_and_says_what_is_wrong(monkeypatc
     ):
         assert main(wrong) == 1
         assert words in capsys.readouterr().err
+
+
+def test_without_a_measurement_the_nearest_measured_graphs_predict():
+    x = S((32768, 768), "bfloat16")
+    matmul = lambda x, w: jc.ops.matmul(x, w, activation="gelu")  # noqa: E731
+    report = jc.explain(matmul, x, S((768, 3072), "bfloat16"), gpu="H200")
+    (graph,) = report.to_json()["graphs"]
+    assert not graph["measured"]
+    assert graph["predicted"]["xla_over_cudnn"] > 1
+    assert all("gelu" in case or "relu" in case for case in graph["predicted"]["cases"])
+    text = " ".join(str(report).split())
+    assert f"XLA takes {graph['predicted']['xla_over_cudnn']:.2f} of cuDNN's time" in text
+
+
+@pytest.mark.parametrize(("seconds", "listed"), [(1e-5, False), (None, True)])
+def test_a_refusal_is_listed_unless_a_way_of_cudnn_was_slower(seconds, listed):
+    (plan,) = jc.plans(two, X, W, gpus=["H200"])["H200"].values()
+    (in_xla,) = whole(plan.spec, None, "cuDNN has no engine")
+    ways = Measured("XLA", 1e-6, "", True), Measured("cuDNN eng0", seconds, "fails" * listed)
+    plan = dataclasses.replace(plan, segments=(in_xla,), measured=ways)
+    assert [what for _, what in module._changes(plan, "")] == [
+        "runs in XLA, because cuDNN has no engine"
+    ] * listed

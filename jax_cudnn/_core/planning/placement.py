@@ -20,10 +20,10 @@ from . import failure, frontend, losses, planner, progress
 from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
-from .planned_graph import PlannedSegment, Segments
+from .planned_graph import PlannedSegment, Rows, Segments
 from .single_flight import SingleFlight
 from .split import Refusal, part, search, whole
-from .stored import Rows, key_text, rows_of
+from .stored import key_text, rows_of
 
 Site = Profile | CudaDevice
 _WORKERS = 8  # at once, of about 400 MB of memory each

@@ -24,12 +24,14 @@ class PlannedSegment:
         calls: the positions of its operations in the whole graph.
         plan: the cuDNN plan; None if XLA runs the reference of the part.
         reason: why XLA runs it; for a cuDNN segment, why it is not one plan with the rest.
+        strict: whether XLA runs the reference as it stands, and not its faster form.
     """
 
     spec: GraphSpec
     calls: tuple[int, ...]
     plan: ExecutionPlan | None
     reason: str = ""
+    strict: bool = False
 
     @property
     def engine(self) -> str:
@@ -54,6 +56,51 @@ class Measured:
     seconds: float | None = None
     note: str = ""
     taken: bool = False
+
+
+Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
+"""Segments: the calls of each by position, whether XLA runs it, and why, as they are stored of a
+graph's cut and of each way in which it was measured."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a graph, as it is stored.
+
+    Attributes:
+        what, seconds, note: as those of :class:`Measured`.
+        segments: those of the graph.
+        pinned: the positions of segments of which the way sets the engine, with engine and knobs.
+    """
+
+    what: str
+    seconds: float | None
+    note: str
+    segments: Rows
+    pinned: tuple[tuple[int, int, tuple[tuple[str, int], ...]], ...]
+
+    @property
+    def in_xla(self) -> bool:
+        return all(in_xla for _, in_xla, _ in self.segments)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured of a graph, as it is stored.
+
+    Attributes:
+        level: of tuning, when it was measured.
+        ways: those that were measured; none where only XLA can run the graph.
+        taken: the position of the fastest right way; None where no way is right.
+        complete: whether no way was left out for want of memory.
+        step: whether ``taken`` was the fastest in a whole step (:func:`jax_cudnn.tune`).
+    """
+
+    level: str
+    ways: tuple[Way, ...] = ()
+    taken: int | None = None
+    complete: bool = True
+    step: bool = False
 
 
 @dataclass(frozen=True)

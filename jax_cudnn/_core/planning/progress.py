@@ -27,6 +27,7 @@ class Program:
     def __init__(self, total: int | None = None) -> None:
         self.total, self.done, self.seconds, self._reported = total, 0, 0.0, 0.0
         self._drawn = False
+        self.before, self.after = 0.0, 0.0  # seconds of its measured graphs without and with that
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[None]:
@@ -56,6 +57,8 @@ class Program:
             total = max(self.total, number)
             count += f" of {total}"
             bar = f"[{'#' * (_WIDTH * self.done // total):<{_WIDTH}}]"
+        if self.before:
+            count += f", measured so far: {self.after / self.before:.2f} of the time"
         if _on_terminal():
             line = f"planning for cuDNN {bar} {count}, {seconds:.1f} s: {name}"
             print(f"\r\x1b[K{line[:99]}", end="", file=sys.stderr, flush=True)
@@ -143,6 +146,13 @@ def planning(name: str) -> Iterator[None]:
         over.set()
         watcher.join()
         program.seconds += time.perf_counter() - began
+
+
+def measured(before: float, after: float) -> None:
+    """A graph of this thread's program was measured: its seconds without and with that."""
+    if (program := _here.program) is not None:
+        program.before += before
+        program.after += after
 
 
 # The shapes of a function, by its name and its operations: nodes hold shapes, too.

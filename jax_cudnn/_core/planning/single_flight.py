@@ -45,6 +45,13 @@ class SingleFlight(Generic[V]):
                     raise
                 # The thread that made it was interrupted, not this one: make it here.
 
+    def put(self, key: Hashable, value: V) -> None:
+        """Replaces the value for a key."""
+        future: Future[V] = Future()
+        future.set_result(value)
+        with self._lock:
+            self._futures[key] = future
+
     def clear(self) -> None:
         with self._lock:
             self._futures.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,19 +18,17 @@ from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
+from ..settings import FAST, FULL
 from ..store.entry import Content, Unusable, checks, parsed
 from . import execution_plan as plans
 from . import frontend
 from .execution_plan import CONSTANT, OPERAND, RESULT, SCALAR_STRIDE, SLOT, UNBOUND, VIEW
-from .planned_graph import Measured, PlannedSegment, Segments
+from .planned_graph import Outcome, PlannedSegment, Rows, Segments, Way
 from .split import part
 
 _FORMAT = 1
 _MOST = 2**40  # bytes of workspace, where nothing else limits it
 _ROWS = 256  # of bindings that the executor takes
-Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
-"""Segments: the calls of each by position, whether XLA runs it, and why, as they are stored of a
-graph's cut and of each way in which it was measured."""
 
 
 def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
@@ -83,18 +82,24 @@ def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
     return rows
 
 
-def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> dict[str, Any]:
-    """A measured choice as stored (:data:`.tuning.Data`); an exception for anything else."""
-    ways = value["ways"]
-    need(0 <= value["taken"] < len(ways), "taken", f"one of {len(ways)} ways", value["taken"])
-    need({*value} == {"level", "step", "taken", "ways"}, "fields", "those of a choice", [*value])
-    for way in ways:
-        checked(Measured(way["what"], way["seconds"], way["note"]))
-        places = range(len(rows_of(way, spec)))
-        for at, engine, knobs in way["pinned"]:
-            fits = at in places and all(type(n) is int for n in (at, engine, *knobs.values()))
-            need(fits, "pinned", "a segment, an engine and knobs", way["pinned"])
-    return value
+def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> Outcome:
+    """A measured choice as ``dataclasses.asdict`` gives it; an exception for anything else."""
+    ways = tuple(_way_of(way, spec) for way in value["ways"])
+    found = checked(Outcome(**{**value, "ways": ways}))
+    need(found.level in (FAST, FULL), "level", f"{FAST} or {FULL}", found.level)
+    known = [i for i, way in enumerate(ways) if not way.note]
+    fits = found.taken is None if not known else found.taken in range(len(ways))
+    need(fits, "taken", f"one of {len(ways)} ways", found.taken)
+    return found
+
+
+def _way_of(value: Any, spec: GraphSpec) -> Way:
+    pinned = tuple((at, engine, tuple(map(tuple, knobs))) for at, engine, knobs in value["pinned"])
+    way = checked(Way(**{**value, "segments": rows_of(value, spec), "pinned": pinned}))
+    need(all(at in range(len(way.segments)) for at, *_ in pinned), "pinned", "a segment", pinned)
+    timed = way.seconds is not None and 0 < way.seconds < math.inf
+    need(timed == (not way.note), "seconds", "a time, or a note", (way.seconds, way.note))
+    return way
 
 
 def _check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
@@ -112,7 +117,8 @@ def _check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
 def row_of(segment: PlannedSegment) -> dict[str, Any]:
     """A segment as data, without its graph, which is a part of the whole one."""
     plan = None if segment.plan is None else segment.plan.to_json()
-    return {"calls": list(segment.calls), "plan": plan, "reason": segment.reason}
+    strict, reason = segment.strict, segment.reason
+    return {"calls": list(segment.calls), "plan": plan, "reason": reason, "strict": strict}
 
 
 def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "") -> Segments:
@@ -124,7 +130,8 @@ def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "")
         piece, plan = part(spec, row["calls"]), row["plan"]
         if plan is not None:
             plan = plan_of(plan, wire(piece.for_planning), identity)
-        found.append(checked(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"])))
+        calls, reason, strict = tuple(row["calls"]), row["reason"], row.get("strict", False)
+        found.append(checked(PlannedSegment(piece, calls, plan, reason, strict)))
     return tuple(found)
 
 

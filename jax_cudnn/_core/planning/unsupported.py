@@ -1,4 +1,4 @@
-"""Graphs without an engine: cuDNN's words, which are read here alone, as reasons, and the error."""
+"""Graphs without an engine: cuDNN's words, read as reasons of a kind, and the error."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..graph.wire import stored, wire
 from ..partition import GATHERED
 from ..planning import frontend, losses
 from ..planning.deviceless.profiles import Profile
-from ..planning.planned_graph import PlannedSegment
+from ..planning.planned_graph import XLA, PlannedSegment
 from .explanation import size
 from .picture import Picture, microseconds, taken
 from .plan import Plan
@@ -109,7 +109,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """``{"function", "gpu", "graphs": [{"graph", "operands", "called": {"file:line": times},
         "times", "runs_on", "bytes", "seconds" (measured, or None), "least_seconds",
-        "roofline_seconds", "measured": [{"what", "seconds", "note", "taken"}], "edge", "mesh",
+        "roofline_seconds", "measured": [{"what", "seconds", "note", "taken"}],
+        "predicted": {"xla_over_cudnn", "cases", "device"} or None, "edge", "mesh",
         "segments": as in Plan.explain()}], "changes": [{"bytes", "graph", "what"}]}``; a new
         dictionary each time. Figures are those of one call, bytes in "changes" of all calls."""
         return json.loads(json.dumps(self.data))
@@ -165,6 +166,7 @@ def _graph(name: str, plan: Plan, calls: Mapping[str, int], note: str) -> dict[s
         "least_seconds": None if None in least else sum(least),
         "roofline_seconds": roofline(plan.spec, plan.site),
         "measured": measured,
+        "predicted": _predicted(plan),
         "edge": [edge for s in plan.segments if s.plan is not None for edge in _edge(s)],
         "mesh": str(note),
         "segments": segments,
@@ -229,12 +231,24 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
 def _measured(plan: Plan, segment: PlannedSegment) -> bool:
     """Whether XLA runs a segment because it measured faster."""
     if plan.measured:
-        return True
+        return any(way.seconds is not None and way.what != XLA for way in plan.measured)
+    return plan.site is not None and losses.loss(segment.spec, _version(plan)) is not None
+
+
+def _predicted(plan: Plan) -> dict[str, Any] | None:
+    """What the measurements that ship with the package say of a graph that was not measured."""
+    if plan.measured or plan.site is None:
+        return None
+    near = losses.nearest(plan.spec, _version(plan))
+    if near is None or not near.near:
+        return None
+    return {"xla_over_cudnn": near.ratio, "cases": [*near.cases], "device": near.device}
+
+
+def _version(plan: Plan) -> int:
     site = plan.site
-    if site is None:
-        return False
-    version = site.sm_version if isinstance(site, Profile) else site.model(frontend.load())[1]
-    return losses.loss(segment.spec, version) is not None
+    assert site is not None
+    return site.sm_version if isinstance(site, Profile) else site.model(frontend.load())[1]
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -267,6 +281,11 @@ def _said(graph: Mapping[str, Any]) -> Iterator[str]:
         time = "not measured" if one["seconds"] is None else f"{microseconds(one['seconds'])} us"
         yield ", ".join(
             filter(None, (f"{one['what']}: {time}", one["note"], "taken" * one["taken"]))
+        )
+    if (near := graph["predicted"]) is not None:
+        yield (
+            f"predicted: XLA takes {near['xla_over_cudnn']:.2f} of cuDNN's time, as in the nearest "
+            f"measured graphs, {', '.join(near['cases'])} ({near['device']})"
         )
     yield from graph["edge"]
     if graph["mesh"]:

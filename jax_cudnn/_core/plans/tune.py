@@ -16,6 +16,7 @@ from .. import compat, context, tuning
 from ..cuda import CudaDevice
 from ..errors import GraphError, GraphTypeError, TargetError, shown
 from ..graph.spec import GraphSpec
+from ..planning.planned_graph import Outcome
 from ..user_context import WAYS
 from .collect import check_function, graphs
 
@@ -74,21 +75,21 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
     A graph that wins alone can lose in a model, where XLA fuses its neighbours. This compiles the
     step with one kind of graph after the other, those that take most time first, on each way that
     measured well alone; times both programs in turns; and keeps what makes the step faster. Each
-    trial compiles and runs the step, and prints a line. The outcome is kept in the plan cache for
-    the graphs of the step: later processes lower it so.
+    trial compiles and runs the step, and prints a line. What makes it faster is kept in the plan
+    cache at once. It holds for equal graphs in every program that uses this cache.
 
     Args:
         step: a function of arrays, with or without ``jax.jit``; its donation and shardings hold.
             It runs many times, with its effects.
         *args: its arguments, which stay as they are: donated ones are copied before each run.
-            Static arguments are best bound by ``functools.partial`` before ``jax.jit``.
+            Static arguments are bound before ``jax.jit``, with ``functools.partial``.
         minutes: no further trial starts after this time.
 
     Raises:
         GraphTypeError: the step is not a function, an argument is a shape without an array, or
             ``minutes`` is not a number of at least 0.
-        GraphError: the step contains no graph of ``implementation="auto"``, tuning is off, or the
-            step is one of several processes.
+        GraphError: the step contains no graph of ``implementation="auto"``, it has static
+            arguments, tuning is off, or the step is one of several processes.
         TargetError: there is no NVIDIA GPU.
 
     Example:
@@ -110,47 +111,33 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
     start, now = program, program.seconds()
     tried: list[Tried] = []
     print(f"step: {now * 1e3:.2f} ms; {len(kinds)} kinds of graphs", flush=True)
-    for kind in kinds:
-        for way, what in kind.alternatives():
-            if time.monotonic() > end:
-                return _finished(start, program, kinds, best, tried, False)
-            choice = {**best, kind.spec: way}
-            try:
-                other = _Program.of(function, args, choice)
-                before, seconds = _in_turns(program, other)
-            except jax.errors.JaxRuntimeError:  # it needs too much memory, for example
-                tried.append(Tried(kind.name, what, None, now, False))
-                continue
-            taken = seconds < _GAIN * before
-            if taken:
-                best, program = choice, other
-            tried.append(Tried(kind.name, what, seconds, before, taken))
-            print(_line(tried[-1]), flush=True)
-    return _finished(start, program, kinds, best, tried, True)
-
-
-def _finished(
-    start: _Program,
-    program: _Program,
-    kinds: list[_Kind],
-    best: Choice,
-    tried: list[Tried],
-    finished: bool,
-) -> Tuned:
-    sites = {kind.spec: kind.site for kind in kinds}
-    for spec, way in best.items():
-        tuning.remember(spec, sites[spec], way)
-    if best and hasattr(program.function, "clear_cache"):
-        program.function.clear_cache()  # else a step that ran before would stay as it was
+    todo = [(kind, way, what) for kind in kinds for way, what in kind.alternatives()]
+    for kind, way, what in todo:
+        if time.monotonic() > end:
+            break
+        choice, taken, seconds = {**best, kind.spec: way}, False, None
+        try:
+            other = _Program.of(function, args, choice)
+            now, seconds = _in_turns(program, other)
+            taken = seconds < _GAIN * now
+        except jax.errors.JaxRuntimeError as error:  # it needs too much memory, for example
+            what += f" ({str(error).partition(chr(10))[0]:.100})"
+        if taken:  # what is interrupted later has this
+            best, program = choice, other
+            tuning.remember(kind.spec, kind.site, kind.outcome, way)
+            if hasattr(function, "clear_cache"):
+                function.clear_cache()  # else a step that ran before would stay as it was
+        tried.append(Tried(kind.name, what, seconds, now, taken))
+        print(_line(tried[-1]), flush=True)
     before, after = _in_turns(start, program) if best else (start.seconds(),) * 2
-    found = Tuned(before, after, tuple(tried), finished)
+    found = Tuned(before, after, tuple(tried), len(tried) == len(todo))
     print(str(found).rpartition("\n")[2], flush=True)
     return found
 
 
 def _line(one: Tried) -> str:
     if one.seconds is None:
-        return f"{one.graph}: {one.what}: does not run"
+        return f"{one.graph}: {one.what}: does not run, not taken"
     verb = "taken" if one.taken else "not taken"
     ratio = f"{one.before * 1e3:.2f} -> {one.seconds * 1e3:.2f} ms"
     return f"{one.graph}: {one.what}: {ratio}, {verb}"
@@ -164,25 +151,25 @@ class _Kind:
     site: CudaDevice
     name: str
     times: int
-    data: tuning.Data
+    outcome: Outcome
+    taken: int
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return self.times * (self.data["ways"][self.data["taken"]]["seconds"] or 0.0)
+        return self.times * (self.outcome.ways[self.taken].seconds or 0.0)
 
     def alternatives(self) -> Iterator[tuple[int, str]]:
         """The fastest other way that uses cuDNN, and the fastest that does not."""
-        ways, taken = self.data["ways"], self.data["taken"]
-        seconds = {i: way["seconds"] for i, way in enumerate(ways) if way["seconds"] is not None}
-        limit, seen = _FAR * seconds.pop(taken, math.inf), set()
+        ways = self.outcome.ways
+        seconds = {i: way.seconds for i, way in enumerate(ways) if way.seconds is not None}
+        limit, seen = _FAR * seconds.pop(self.taken, math.inf), set()
         for i in sorted(seconds, key=seconds.__getitem__):
             if seconds[i] > limit:
                 break
-            in_xla = all(in_xla for _, in_xla, _ in ways[i]["segments"])
-            if in_xla not in seen:
-                seen.add(in_xla)
-                yield i, ways[i]["what"]
+            if ways[i].in_xla not in seen:
+                seen.add(ways[i].in_xla)
+                yield i, ways[i].what
 
 
 def _kinds(function: Any, args: tuple[Any, ...]) -> list[_Kind]:
@@ -212,8 +199,10 @@ def _kinds(function: Any, args: tuple[Any, ...]) -> list[_Kind]:
         if canonical in kinds:
             known = kinds[canonical]
             kinds[canonical] = replace(known, times=known.times + times)
-        elif data := tuning.measurement(canonical, site, name):
-            kinds[canonical] = _Kind(canonical, site, name, times, data)
+        else:
+            outcome = tuning.measurement(canonical, site, name)
+            if outcome is not None and outcome.taken is not None:
+                kinds[canonical] = _Kind(canonical, site, name, times, outcome, outcome.taken)
     if not kinds:
         raise GraphError(
             "the step contains nothing to choose",
@@ -238,15 +227,22 @@ class _Program:
         with WAYS.entered(tuple(choice.items())):
             lowered = function.lower(*args)
             donated = tuple(info.donated for info in jax.tree.leaves(lowered.args_info))
+            if len(donated) != len(jax.tree.leaves(args)):
+                raise GraphError(
+                    "tune takes arrays, and the step has static arguments",
+                    expected=f"{len(donated)} arrays",
+                    got=f"{len(jax.tree.leaves(args))} arguments",
+                    fix="bind static arguments before jax.jit: "
+                    "jax.jit(functools.partial(step, name=value))",
+                )
             with compat.uncached():
                 return cls(function, lowered.compile(), args, donated)
 
     def once(self) -> float:
         """Seconds of a run, with copies of the arguments that it donates."""
         leaves, structure = jax.tree.flatten(self.args)
-        if len(leaves) == len(self.donated):
-            pairs = zip(leaves, self.donated, strict=True)
-            leaves = [x.copy() if donated else x for x, donated in pairs]
+        pairs = zip(leaves, self.donated, strict=True)
+        leaves = [x.copy() if gone and isinstance(x, jax.Array) else x for x, gone in pairs]
         args = jax.block_until_ready(jax.tree.unflatten(structure, leaves))
         began = time.perf_counter()
         jax.block_until_ready(self.compiled(*args))

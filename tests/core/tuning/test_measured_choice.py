@@ -4,9 +4,10 @@ A CPU stands in for the GPU: cuDNN's plans are made up, and their calls compute 
 """
 
 import functools
+import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import jax
@@ -16,11 +17,11 @@ import pytest
 from cases import all_cases
 
 import jax_cudnn as jc
-from jax_cudnn._core import agreement, auto, ffi, settings, trials, tuning
+from jax_cudnn._core import agreement, auto, ffi, lowering, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.bounds import bounded
-from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.planning import losses, placement, planner
+from jax_cudnn._core.graph.reference import NARROW, evaluate
+from jax_cudnn._core.planning import losses, placement, planner, stored
 from jax_cudnn._core.planning.candidates import Candidate
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
@@ -132,15 +133,27 @@ def test_a_wrong_result_is_never_taken_and_is_remembered(fake, caplog):
 @pytest.mark.parametrize("xla_measured", [True, False])
 def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatch, xla_measured):
     fake.factors = {0: 1.01, 1: jnp.nan}
-    if not xla_measured:
-        far = losses.Loss("p", 3.0, "H200", "today", "9.19", (), True)
-        monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: far)
+    if xla_measured:  # its faster form is wrong, too
+
+        def form(spec, *operands, products="", read=()):
+            results = evaluate(spec, *operands)
+            return [2 * y for y in results] if products == NARROW else results
+
+        monkeypatch.setattr(lowering, "evaluate", form)
+    else:
+        known = losses.Loss("p", 3.0, "H200", "today", "9.19", (), True)
+        monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: known)
+    x = np.ones(X.shape, X.dtype)
     for _ in range(2):  # measured, and from the disk
         engine, planned = taken()
         assert engine == "XLA"
-        assert "differs" in planned.measured[0].note
-        if not xla_measured:
-            assert planned.segments[0].reason.startswith("no measured way is right: cuDNN eng0")
+        assert [("XLA" in way.what) for way in planned.measured].count(True) == xla_measured
+        assert all("differs" in way.note and not way.taken for way in planned.measured)
+        (segment,) = planned.segments
+        assert segment.strict
+        assert segment.reason.startswith("no measured way is right: cuDNN eng0")
+        got = lowering.run(planned, "f", ffi.call, x, x)
+        np.testing.assert_array_equal(got[0], evaluate(SPEC, x, x)[0])
         measured, fake.measured = fake.measured, 0
         auto.clear()
     assert not measured
@@ -191,7 +204,9 @@ def test_where_cudnn_lists_no_engines_the_measured_ways_stand(fake, monkeypatch)
 def test_what_a_step_has_chosen_stays(fake):
     assert taken()[0] == "eng0"
     (xla,) = [i for i, way in enumerate(taken()[1].measured) if way.what == "XLA"]
-    tuning.remember(SPEC.for_planning.canonical(), GPU, xla)
+    canonical = SPEC.for_planning.canonical()
+    tuning.remember(canonical, GPU, tuning.measurement(canonical, GPU, "f"), xla)
+    assert taken()[0] == "XLA"
     for level in ("full", "fast"):
         auto.clear()
         jc.configure(tuning=level)
@@ -222,13 +237,44 @@ def test_what_roundings_of_the_operands_explain_is_right():
     def near(relative):
         return lambda: [(relative, relative, 0.0)]
 
-    def not_needed():
-        raise AssertionError
-
     assert agreement.wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
     assert agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
     assert "4 roundings" in agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
     assert agreement.wrong(SPEC, [(math.nan, math.nan, 0.0)], near(math.inf))
+
+
+def not_needed():
+    raise AssertionError
+
+
+BYTES = jax.ShapeDtypeStruct((10, 10), "int8")
+
+
+@pytest.mark.parametrize(
+    ("function", "avals", "allowed"),
+    [
+        (lambda g, x, y: g.add(x, y), (BYTES, BYTES), "nothing"),
+        (lambda g, x, y: g.matmul(x, y), (BYTES, BYTES), "nothing"),
+        (lambda g, x, y: g.add(x, y).set_data_type("int8"), (X, X), "off by one"),
+        (lambda g, x, y: g.cmp_gt(g.add(x, y), y), (X, X), "one of 1000"),
+        (lambda g, x, y: g.gen_index(g.add(x, y), axis=1), (X, X), "one of 1000"),
+    ],
+    ids=["integers", "products", "rounded", "mask", "index"],
+)
+def test_integers_are_equal_unless_rounded_floats_explain_it(function, avals, allowed):
+    spec = jc.graph(function).trace(*avals)[1].spec
+    (result,) = spec.output_tensors
+    want = jnp.zeros((100, 20), result.dtype)
+
+    def right(got):
+        figures = jax.device_get(agreement.figures(got.astype(result.dtype), want))
+        return not agreement.wrong(spec, [figures], not_needed)
+
+    assert right(want)
+    assert right(want.at[0, 0].set(jnp.ones((), want.dtype))) == (allowed != "nothing")
+    assert right(want + 1) == (allowed == "off by one")
+    if result.dtype != "bool":
+        assert not right(want + 2)
 
 
 def test_a_second_process_measures_nothing_and_plans_the_same(fake):
@@ -279,10 +325,15 @@ def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkey
     monkeypatch.setattr(trials, "_free", lambda site, device: 1000)
     assert not taken()[1].measured
     auto.clear()
-    monkeypatch.setattr(tuning, "_PATIENCE", 0.05)
+    monkeypatch.setattr(tuning._spent, "patience", 0.2)
     monkeypatch.setattr(tuning, "idle", lambda device: time.sleep(0.3))
-    assert not taken()[1].measured
-    assert "the GPU was busy" in caplog.text
+    for _ in range(3):
+        began = time.perf_counter()
+        assert not taken()[1].measured
+        waited = time.perf_counter() - began
+    assert caplog.text.count("the GPU was busy") == 1
+    assert waited < 0.2  # less each time
+    assert tuning._spent.seconds < 0.1  # waiting is not measuring
 
     def full(device):
         raise RuntimeError("RESOURCE_EXHAUSTED")
@@ -310,15 +361,108 @@ def test_a_measurement_that_fails_is_said_and_harms_nothing(fake, monkeypatch, c
     assert "f: not measured: ValueError: no luck" in caplog.text
 
 
-def test_no_context_of_the_caller_reaches_a_measurement(fake):
+STRICT = {
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_transfer_guard": "disallow",
+}
+
+
+@pytest.mark.parametrize("setting", [None, *STRICT])
+def test_no_setting_or_context_of_the_caller_reaches_a_measurement(fake, setting):
     fake.seconds["XLA"] = 1e-6
+    x, before = jnp.ones((2, 3)), getattr(jax.config, setting or "jax_debug_nans")
 
     def traced(x):
-        with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
-            assert taken()[0] == "XLA"
+        assert taken()[0] == "XLA"
         return x
 
-    jax.jit(jax.vmap(traced))(jnp.ones((2, 3)))
+    try:
+        if setting:
+            jax.config.update(setting, STRICT[setting])
+        jax.jit(jax.vmap(traced))(x)
+    finally:
+        if setting:
+            jax.config.update(setting, before)
+
+
+def test_a_way_left_out_for_want_of_memory_is_measured_by_full(fake, monkeypatch):
+    fake.seconds["XLA"] = 1e-6
+    judged = trials.Bench._judged
+
+    def lacking(bench, begun):
+        is_xla = bench._xla is begun
+        return trials.Trial(note="no room", passing=True) if is_xla else judged(bench, begun)
+
+    monkeypatch.setattr(trials.Bench, "_judged", lacking)
+    assert taken()[0] == "eng0"
+    monkeypatch.setattr(trials.Bench, "_judged", judged)
+    auto.clear()
+    assert taken()[0] == "eng0"  # as in the first process
+    auto.clear()
+    jc.configure(tuning="full")
+    assert taken()[0] == "XLA"
+
+
+def test_an_error_while_other_engines_are_measured_leaves_what_is_known(fake, monkeypatch):
+    run, rounds = trials.Bench.trials, []
+
+    def trial(bench, ways):
+        rounds.append(ways)
+        if len(rounds) > 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no room")
+        return run(bench, ways)
+
+    monkeypatch.setattr(trials.Bench, "trials", trial)
+    engine, planned = taken()
+    assert engine == "eng0"
+    assert len(rounds) == 2
+    assert {m.what: m.note for m in planned.measured}["cuDNN eng1"].endswith("no room")
+
+
+def test_where_cudnn_has_no_engine_a_second_process_measures_nothing(fake, monkeypatch):
+    def refuses(*_):
+        raise jc.UnsupportedGraphError("no engine")
+
+    monkeypatch.setattr(planner, "plan", refuses)
+    made, bench = [], trials.Bench.__init__
+    monkeypatch.setattr(trials.Bench, "__init__", lambda *a: [made.append(1), bench(*a)][1])
+    for _ in range(2):
+        engine, planned = taken()
+        assert engine == "XLA"
+        assert not planned.measured
+        auto.clear()
+    assert len(made) == 1
+
+
+def test_an_outcome_holds_for_a_driver_and_xlas_flags(fake, monkeypatch):
+    keys = set()
+    for driver, flags in [("1", ""), ("2", ""), ("2", "--xla_gpu_x=1"), ("2", "--xla_dump_to=y")]:
+        monkeypatch.setattr(tuning, "kernel_driver", lambda driver=driver: driver)
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        keys.add(tuning._key(SPEC, GPU))
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"taken": 0.5},
+        {"taken": 9},
+        {"taken": None},
+        {"level": 7},
+        {"level": "off"},
+        {"complete": 1},
+    ],
+)
+def test_a_stored_outcome_of_wrong_values_is_measured_again(fake, change):
+    taken()
+    canonical = SPEC.for_planning.canonical()
+    found = tuning.measurement(canonical, GPU, "f")
+    data = json.loads(json.dumps(asdict(found)))
+    assert stored.choice_of(data, canonical) == found
+    with pytest.raises((stored.Wrong, TypeError)):
+        stored.choice_of(data | change, canonical)
 
 
 INDEXING = [

@@ -13,10 +13,8 @@ from jax_cudnn._core.plans import tune
 class Step:
     """A program whose time follows from its choice: each way of the larger graph in XLA saves."""
 
-    donated = ()
-
     def __init__(self, choice):
-        self.function, self.choice = None, choice
+        self.choice = choice
 
     def once(self):
         seconds = 10e-3
@@ -110,10 +108,55 @@ def test_wrong_arguments_are_said(arguments, words):
         jc.tune(function, *args, **minutes)
 
 
+def test_what_was_taken_stays_after_an_interruption(stood_in, monkeypatch):
+    run, rounds = tune._in_turns, []
+
+    def interrupted(first, second):
+        rounds.append(run(first, second))
+        if rounds[-1][1] > rounds[-1][0] and len(rounds) > 4:
+            raise KeyboardInterrupt
+        return rounds[-1]
+
+    monkeypatch.setattr(tune, "_in_turns", interrupted)
+    large = spec_of(*[jax.ShapeDtypeStruct(LARGE.shape, LARGE.dtype)] * 2)
+    taken(large)
+    small = spec_of(*[jax.ShapeDtypeStruct(SMALL.shape, SMALL.dtype)] * 2)
+    monkeypatch.setattr(tune, "_LEAST", 1)
+    with pytest.raises(KeyboardInterrupt):
+        jc.tune(lambda x, y: step(x, y) + gelu(y[:4], y[:4]).sum(), LARGE, SMALL)
+    assert taken(large)[0] == "XLA"
+    assert taken(small)[0] == "eng0"
+
+
+def test_a_way_that_does_not_run_is_said(stood_in, monkeypatch, capsys):
+    def fails(first, second):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nmore")
+
+    monkeypatch.setattr(tune, "_in_turns", fails)
+    found = jc.tune(step, LARGE, SMALL)
+    assert [one.seconds for one in found.tried] == [None] * 4
+    said = capsys.readouterr().out
+    assert said.count("(RESOURCE_EXHAUSTED: no room): does not run, not taken") == 4
+
+
 def test_donated_arguments_are_copied_and_the_others_are_not():
-    donating = jax.jit(lambda x, y: (x + y, y), donate_argnums=0)
-    program = tune._Program.of(donating, (LARGE, LARGE + 1), {})
-    assert program.donated == (True, False)
+    copied = []
+    args, donated = (LARGE, LARGE + 1, 2.0), (True, False, True)
+    program = tune._Program(None, lambda *args: copied.append(args), args, donated)
+    program.once()
+    ((x, y, scale),) = copied
+    assert x is not LARGE
+    assert (y is program.args[1], scale) == (True, 2.0)
+    donating = jax.jit(lambda x, y, z: (x + y, y), donate_argnums=(0, 2))
+    program = tune._Program.of(donating, program.args, {})
+    assert program.donated == (True, False, True)
     for _ in range(3):
         assert program.once() > 0
     assert not LARGE.is_deleted()
+
+
+def test_static_arguments_are_refused():
+    counted = jax.jit(lambda x, n: x * n, static_argnums=1)
+    with pytest.raises(jc.GraphError, match="static arguments") as told:
+        tune._Program.of(counted, (LARGE, 2), {})
+    assert "functools.partial" in str(told.value)
