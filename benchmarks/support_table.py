@@ -26,7 +26,9 @@ def render(cases: Iterable[Case] | None = None) -> str:
     graphs = {c.name: c.function.trace(*c.avals)[1].spec for c in planned}
     others = {_method(c.name) for c in cases} - {_method(name) for name in graphs}
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return table(survey(graphs, shipped(), workers=min(cpus, _WORKERS)), others)
+    return table(
+        survey(dict.fromkeys(shipped(), graphs), shipped(), workers=min(cpus, _WORKERS)), others
+    )
 
 
 _FAMILIES = {

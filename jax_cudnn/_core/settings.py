@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -11,6 +10,7 @@ from typing import Any
 
 from .errors import GraphError, GraphTypeError, nearest, shown
 
+_LARGEST = 2**63  # of seconds and bytes
 _UNCHANGED: Any = ...  # None means something: no cache on disk
 OFF, FAST, FULL = TUNING = ("off", "fast", "full")
 VARIABLE = "JAX_CUDNN_TUNING"
@@ -137,6 +137,8 @@ def _positive(name: str, value: Any, kind: Any) -> Any:
             expected="a whole number" if kind is Integral else "a number",
             got=shown(value),
         )
-    if not 0 < value < math.inf:
-        raise GraphError(f"{name} is not valid", expected="more than 0", got=f"{name}={value!r}")
+    if not 0 < value < _LARGEST:
+        raise GraphError(
+            f"{name} is not valid", expected="more than 0, and finite", got=f"{name}={shown(value)}"
+        )
     return int(value) if kind is Integral else float(value)

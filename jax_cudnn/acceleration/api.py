@@ -178,7 +178,7 @@ class Accelerated:
         except TypeError:  # an argument is not hashable
             key = found = None
         if found is None:
-            closed, tree = _traced(leaves, places, structure, avals)
+            closed, tree = _traced(self._fn, leaves, places, structure, avals)
             program, missed = search(closed, self._kinds, self._strict)
             if where is not None:
                 choice.decide(program, where)
@@ -212,15 +212,16 @@ def _unflatten(aux: Any, children: Any) -> Accelerated:
 jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
 
 
-def _traced(leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
+def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
     """The jaxpr of a function of arrays, and the structure of its results."""
 
+    @functools.wraps(fn, updated=())  # errors of JAX name it, and its line
     def flat(*arrays: Any) -> Any:
         given = [*leaves]
         for i, x in zip(places, arrays, strict=True):
             given[i] = x
-        fn, args, kwargs = jax.tree.unflatten(structure, given)
-        return fn(*args, **kwargs)
+        function, args, kwargs = jax.tree.unflatten(structure, given)
+        return function(*args, **kwargs)
 
     closed, shape = jax.make_jaxpr(flat, return_shape=True)(*avals)
     return closed, jax.tree.structure(shape)

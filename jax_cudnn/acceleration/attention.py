@@ -228,6 +228,8 @@ def _built(
         return _from_heads(out.astype(last.dtype), f, out_dims, second, v_free, side, last)
 
     kinds = [] if seen is None else ["causal" if seen.right == 0 else "a band"]
+    if seen is not None and seen.right == 0 and seen.left is not None:
+        kinds = [f"a causal window of {seen.left}"]
     kinds += ["lengths"] * (lens is not None) + ["a mask"] * bool(masks)
     kinds += ["a bias"] * bool(scores.biases) + ["a score_mod"] * (mod is not None)
     what = f"{dtype} q [{b}, {kn * g}, {t}, {h}], k [{b}, {kn}, {s}, {h}]"

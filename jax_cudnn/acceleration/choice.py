@@ -19,6 +19,7 @@ from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from .._core.plans.collect import in_jaxpr
 from .._core.plans.support import default_devices
+from .._core.settings import settings
 from .program import Program, Region
 
 log = logging.getLogger("jax_cudnn")
@@ -28,7 +29,8 @@ FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. P
 
 def site() -> Site | None:
     """The GPU that a function is traced for: the target, else JAX's default device; None where
-    that is no NVIDIA GPU."""
+    that is no NVIDIA GPU. GraphError where a setting of the environment is not valid."""
+    settings()
     devices = [] if context.targeted() else default_devices()
     if not context.targeted() and not any(map(compat.is_cuda, devices)):
         return None

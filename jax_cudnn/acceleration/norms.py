@@ -190,6 +190,10 @@ class _Follower:
         """A factor or a bias with one value for each of the normalized elements."""
         places = (*range(len(dims)),) if other.shape else ()
         small, at = narrowed(other, places)
+        while (made := small.made_by) is not None and made.name in CASTS:
+            if made.ins[0].dtype.itemsize > small.dtype.itemsize:
+                break  # else it is as its author holds it: cuDNN's engines take one dtype
+            small, at = narrowed(made.ins[0], at)
         # Dimensions of the value along which the norm does not vary yet are those of the root.
         named = tuple(None if i is None else dims[i] if dims[i] is not None else i for i in at)
         if self.axes is None or not {d for d in named if d is not None} <= self.axes:
@@ -253,7 +257,10 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
     assert axes is not None
     rank = len(root.shape)
     if last.dtype != root.dtype:
-        raise Unclear(f"its result is {last.dtype}, and its operand {root.dtype}")
+        raise Unclear(
+            f"its result is {last.dtype}, and its operand {root.dtype}: cast the result (and the "
+            f"scale) to {root.dtype}, or the operand before"
+        )
     if state.dims != tuple(i if n != 1 else None for i, n in enumerate(root.shape)):
         raise Unclear("its dimensions are in another order")
     order = sorted(axes)

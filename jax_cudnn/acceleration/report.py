@@ -14,6 +14,7 @@ from .._core.plans.table import aligned
 from .program import Missed, Program, Region
 from .values import Equation
 
+_ALONE = {"products": "dot_general", "convolutions": "conv_general_dilated"}
 _HEADER = ("kind", "what", "at", "times", "runs on", "why")
 
 
@@ -29,8 +30,9 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
-        "cuDNN", "XLA" or "", "why"}], "missed": [{"at", "times", "why"}]}``; a new dictionary each
-        time. ``times``: how often a run of the program computes it."""
+        "cuDNN", "XLA" or "", "why"}], "missed": [{"at", "times", "why"}], "alone": {"products",
+        "convolutions"}}``; a new dictionary each time. ``times``: how often a run of the program
+        computes it; ``alone``: how many products and convolutions are in no region."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -45,6 +47,9 @@ class Found:
         lines = [f"{self.data['function']}{where}: {len(regions)} found{': ' * bool(on)}{counts}"]
         lines += aligned([_HEADER, *rows], len(_HEADER)) if rows else []
         lines += [f"nearly, at {m['at']}: {m['why']}" for m in missed]
+        alone = [f"{n} {what}" for what, n in self.data["alone"].items() if n]
+        if alone:
+            lines.append(f"alone, as XLA runs them: {' and '.join(alone)}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -66,8 +71,14 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
         {"kind": kind, "what": what, "at": at, "times": n, "runs_on": runs, "why": why}
         for (kind, what, at, runs, why), n in rows.items()
     ]
+    inside = {e for region, _ in _regions(program, 1) for e in region.equations}
+    counts = Counter()
+    for equation, often in times.items():
+        counts[equation.name] += often * (equation not in inside)
+    alone = {what: counts[name] for what, name in _ALONE.items()}
     missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
-    return Found({"function": name, "gpu": gpu, "regions": regions, "missed": missing})
+    data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
+    return Found(data)
 
 
 def _at(equation: Equation) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 
+from .._core import compat
+from .._core.graph.source import users_place
+
 if TYPE_CHECKING:
     from .program import Program
 
@@ -125,9 +128,10 @@ class Equation:
 
     @property
     def written(self) -> Any:
-        """The equation with the user's line: that of the outermost call, as JAX traces an inner
-        function once for several."""
-        return self.calls[0].eqn if self.calls else self.eqn
+        """The equation with the user's line: that of the outermost call that has one, as JAX traces
+        an inner function once for several."""
+        calls = (call.eqn for call in self.calls)
+        return next((eqn for eqn in calls if users_place(compat.user_frames(eqn))), self.eqn)
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,11 @@ _SHORT = {
     "u16": "uint16",
     "u32": "uint32",
     "u64": "uint64",
+    "c64": "complex64",
+    "c128": "complex128",
     "pred": "bool",
 }
+_KINDS = "biufcV"  # of NumPy; V are bfloat16 and the like
 _AVAL = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
 
 
@@ -64,10 +68,12 @@ def parse_aval(text: str) -> jax.ShapeDtypeStruct:
             "not a dtype with a shape",
             expected="dtype[sizes], for example bf16[8,64,28,28] or float32[]",
             got=repr(text),
-            fix="quote it: shells expand brackets",
+            fix="write sizes in square brackets, and quote it: shells expand brackets",
         )
     try:
         dtype = jnp.dtype(_SHORT.get(match[1], match[1]))
+        if dtype.kind not in _KINDS:
+            raise TypeError(f"JAX has no arrays of {dtype}")
     except TypeError as error:
         raise GraphTypeError(
             "JAX has no dtype of this name",
@@ -150,17 +156,43 @@ def load_function(text: str) -> Callable[..., Any]:
 
 
 def _module(name: str, text: str) -> Any:
+    if name.endswith(".py") or "/" in name:
+        dotted = name.removesuffix(".py").replace("/", ".").strip(".")
+        raise GraphError(
+            "a function is named by its module, not by a file",
+            expected="module:function, for example mymodel.layers:conv_bias_relu",
+            got=repr(text),
+            fix=f"write {dotted}:{text.partition(':')[2]}",
+        )
     sys.path.insert(0, "")  # as for `python -m`: the current folder
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # an import of the user's module is missing
+            raise _failed(name, text, error) from error  # an import of the user's module is missing
         raise GraphError(
             f"there is no module {error.name!r}",
             expected="a module in the current folder, or an installed one",
             got=repr(text),
             fix="run the command in the module's folder, or install it",
         ) from error
+    except Exception as error:
+        raise _failed(name, text, error) from error
     finally:
         sys.path.remove("")
+
+
+def _failed(name: str, text: str, error: Exception) -> GraphError:
+    """That a module cannot be imported, with the line of it that fails."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f"{frame.filename}:{frame.lineno}" for frame in frames if "importlib" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError):
+        own = [f"{error.filename}:{error.lineno}"]
+    return GraphError(
+        f"module {name!r} cannot be imported",
+        got=repr(text),
+        why=f"{type(error).__name__}: {error}" + f" ({own[-1]})" * bool(own),
+        fix=f"python -c 'import {name}' shows all of it",
+    )

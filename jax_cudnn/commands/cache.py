@@ -110,7 +110,8 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         "entries": [entry._asdict() for entry in entries],
     }
     if not entries:
-        return 0, facts, f"{cache.folder} holds no plans. Programs add theirs when they run."
+        what = "holds no plans" if cache.folder.is_dir() else "does not exist"
+        return 0, facts, f"{cache.folder} {what}. Programs add their plans when they run."
     now = time.time()
     lines = [
         f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"

@@ -14,6 +14,7 @@ from acceleration.test_program import arrays, replaced
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
+from jax_cudnn._core import settings
 from jax_cudnn._core.plans.collect import in_jaxpr
 from jax_cudnn.acceleration.api import search
 
@@ -353,3 +354,41 @@ def test_kinds_of_an_iterator():
     x, w = half((2, 64), (64, 64))
     fast = jc.accelerate(lambda x, w: jax.nn.relu(x @ w), only=iter(["product"]))
     assert [region["kind"] for region in fast.report(x, w).to_json()["regions"]] == ["product"]
+
+
+@pytest.mark.deviceless
+def test_a_report_counts_what_is_alone_and_sees_lines_through_jit():
+    x = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
+
+    def model(q, k, v):
+        return attend(q, k, v) @ v.mean((0, 1)).T
+
+    report = jc.accelerate(jax.jit(model)).report(x, x, x)
+    (region,) = report.to_json()["regions"]
+    assert region["at"].startswith(f"{__file__}:")
+    assert report.to_json()["alone"] == {"products": 1, "convolutions": 0}
+    assert str(report).endswith("alone, as XLA runs them: 1 products")
+
+
+@pytest.mark.deviceless
+def test_support_traces_for_each_gpu_and_errors_name_the_users_function():
+    x = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
+    fast = jc.accelerate(attend)
+    assert jc.support(fast, x, x, x, gpus=["H200", "A100"]).gpus == ("H200", "A100")
+    with pytest.raises(jc.GraphError, match="name the GPU"):
+        jc.plans(fast, x, x, x)
+
+    def branches(x):
+        return x if x.sum() > 0 else -x
+
+    for call in (jc.accelerate(branches).report, lambda x: jc.plans(branches, x)):
+        with pytest.raises(jax.errors.ConcretizationTypeError, match=r"function branches at .*t_"):
+            call(x)
+
+
+@pytest.mark.deviceless
+def test_a_wrong_setting_of_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setattr(settings, "_given", {})
+    monkeypatch.setenv("JAX_CUDNN_TUNING", "fats")
+    with jc.target("H200"), pytest.raises(jc.GraphError, match="did you mean 'fast'"):
+        jc.accelerate(attend)(*half(*[SHAPE] * 3))

@@ -9,6 +9,7 @@ import pytest
 from acceleration.test_program import arrays, replaced
 from jax import nn
 
+import jax_cudnn as jc
 from jax_cudnn.acceleration.api import KINDS, search
 
 
@@ -216,3 +217,18 @@ def test_a_convolution_of_volumes_is_taken_alone_and_no_cast_to_more_bits():
     assert dense.output.dtype == "bfloat16"
     flat = jax.make_jaxpr(lambda x, w: conv(x, w))(x[0], w[0])
     assert not search(flat, KINDS, False)[0].found
+
+
+@pytest.mark.deviceless
+def test_a_scale_that_the_author_widens_reaches_cudnn_as_it_is():
+    def norm(x, s):
+        wide = x.astype("float32")
+        y = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * s.astype("float32")
+        return y.astype(x.dtype)
+
+    x, s = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 1024), (1024,)))
+    (region,) = jc.accelerate(norm).report(x, s, gpu="H200").to_json()["regions"]
+    assert region["runs_on"] == "cuDNN"
+    (spec,) = jc.plans(jc.accelerate(norm), x, s, gpus=["H200"])["H200"].values()
+    assert {tensor.dtype for tensor in spec.spec.input_tensors} == {"bfloat16"}
+    compare(norm, arrays((16, 64), (64,), dtype="bfloat16"))

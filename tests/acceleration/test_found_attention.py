@@ -97,7 +97,8 @@ CASES = {
     "plain": (attend, ""),
     "of jax.nn": (lambda q, k, v: nn.dot_product_attention(q, k, v, is_causal=True), "causal"),
     "window of jax.nn": (
-        lambda q, k, v: nn.dot_product_attention(q, k, v, local_window_size=(3, 0)), "causal"),
+        lambda q, k, v: nn.dot_product_attention(q, k, v, local_window_size=(3, 0)),
+        "a causal window of 4"),
     "added mask": (
         lambda q, k, v: biased(q, k, v, jnp.where(jnp.tril(jnp.ones((T, T))) > 0, 0.0, LOW)),
         "causal"),

@@ -33,8 +33,8 @@ def test_avals_are_parsed():
     ):
         aval = parse_aval(text)
         assert (aval.shape, aval.dtype.name) == (shape, dtype)
-    for text in ("bf16", "f32[2,,3]", "f32[-1]", "", "bf17[2]"):
-        with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"bf16\[|bf17"):
+    for text in ("bf16", "f32[2,,3]", "f32[-1]", "", "bf17[2]", "str[4]", "bf16(8)"):
+        with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"bf16\[|bf17|str"):
             parse_aval(text)
 
 

@@ -108,6 +108,10 @@ def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     put(store, "damaged", encode(Content("damaged", {"n": "\ud800"}, "")))
     store.path(digest("a folder")).mkdir()
     archive = tmp_path / "plans.zip"
+    archive.write_text("a file of the user")
+    status, _, err = command("export", archive)
+    assert (status, "is not overwritten" in err) == (1, True)
+    archive.unlink()
     status, out, _ = command("export", archive, "--json")
     assert (status, json.loads(out)["exported"]) == (1, 3)
     left_out = {store.path(digest(key)).name for key in ("damaged", "a folder")}

@@ -1,6 +1,7 @@
 """`python -m jax_cudnn support`: where a user's function runs."""
 
 import json
+import re
 import sys
 import types
 
@@ -46,3 +47,24 @@ def test_own_function(own, capsys):
     arguments[-1] = "H200,A100"
     assert main([*arguments, "--json"]) == 1  # one of the GPUs has no plan
     assert [r["gpu"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["H200", "A100"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("./own", "", "write own:f"),
+        ("own.py", "", "write own:f"),
+        ("own", "import nothing_here", r"No module named 'nothing_here' \(.*own.py:1\)"),
+        ("own", "\n1 / 0", r"ZeroDivisionError: division by zero \(.*own.py:2\)"),
+        ("own", "def f(:", r"invalid syntax.*own.py:1\)"),
+    ],
+)
+def test_what_cannot_be_imported_is_said_in_one_error(
+    name, content, words, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "own.py").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert main(["support", f"{name}:f", "bf16[8]"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(words, said)
+    assert "Traceback" not in said

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..cuda import CudaDevice
-from ..errors import JaxCudnnError
+from ..errors import JaxCudnnError, TargetError
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from . import choice, failure, frontend, ubjson
 from .candidates import Numbers
-from .deviceless.profiles import Profile
+from .deviceless.profiles import HOW_TO_READ, Profile
 from .execution_plan import ExecutionPlan, decode, uids
 from .unsupported import engine_reasons, unsupported
 
@@ -28,7 +28,16 @@ def at(site: Profile | CudaDevice) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     a real handle, or in the deviceless worker the properties."""
     cudnn = frontend.load()
     if isinstance(site, Profile):
-        properties = cudnn.create_device_properties(site.properties_json)
+        try:
+            properties = cudnn.create_device_properties(site.properties_json)
+        except RuntimeError as error:
+            raise TargetError(
+                f"cuDNN does not take the profile {site.name!r}",
+                expected="properties as cuDNN writes them, of a GPU that this version supports",
+                got=site.properties_json[:200],
+                why=str(error),
+                fix=HOW_TO_READ,
+            ) from error
         where = {"device_property": properties, "sm_version": site.sm_version}
         yield cudnn, site.properties_json, where
     else:

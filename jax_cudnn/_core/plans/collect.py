@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -65,7 +66,9 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             got="a program of XLA's own operations",
             why="operations of jax.numpy and jax.nn run on cuDNN only in an accelerated function",
             fix="wrap it, jax_cudnn.accelerate(fn), or call jax_cudnn.ops.conv, matmul, "
-            "layer_norm or dot_product_attention instead, or use the layers of jax_cudnn.flax",
+            "layer_norm or dot_product_attention instead, or use the layers of jax_cudnn.flax. "
+            'Of an accelerated function name the GPU, as gpu="H200", where this process has none; '
+            "its report(*args, gpu=...) says what stays in XLA, and why",
         )
     named = Graphs()
     for (name, spec, note), calls in found.items():
@@ -197,6 +200,7 @@ def _of_arrays(
     leaves, structure = jax.tree.flatten((args, dict(static)))
     positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
+    @functools.wraps(fn, updated=())  # errors of JAX name it, and its line
     def of_arrays(*arrays: Any) -> Any:
         filled = list(leaves)
         for i, array in zip(positions, arrays, strict=True):

@@ -184,19 +184,22 @@ def support(
         >>> print(jc.support(relu, x, gpus=["A100", "H200"]))                 # doctest: +SKIP
     """
     chosen = _everywhere() if gpus is None else _sites(gpus)
-    return survey(pieces(graphs(fn, args, static)), chosen)
+    found = {gpu: pieces(named) for gpu, named in _traced(fn, args, static, chosen).items()}
+    return survey(found, chosen)
 
 
 def survey(
-    found: Mapping[str, GraphSpec],
+    found: Mapping[str, Mapping[str, GraphSpec]],
     gpus: Mapping[str, Profile | CudaDevice],
     workers: int = 1,
 ) -> Support:
-    """Plans every graph for every GPU; profiles in up to ``workers`` processes at a time."""
-    pairs = [(name, gpu) for name in found for gpu in gpus]
+    """Plans the graphs of each GPU; for profiles in up to ``workers`` processes at a time."""
+    names = dict.fromkeys(name for named in found.values() for name in named)
+    pairs = [(name, gpu) for name in names for gpu in gpus if name in found[gpu]]
 
     def row(pair: tuple[str, str]) -> SupportRow:
-        return _row(pair[0], found[pair[0]], pair[1], gpus[pair[1]])
+        name, gpu = pair
+        return _row(name, found[gpu][name], gpu, gpus[gpu])
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(client.workers(workers))

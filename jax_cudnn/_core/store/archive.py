@@ -30,6 +30,13 @@ def export(cache: PlanCache, path: str | os.PathLike[str]) -> tuple[int, dict[st
     are left out, by name. Raises JaxCudnnError if there are none, and OSError."""
     path, count, skipped = Path(path).absolute(), 0, {}
     _check_regular(path, path.is_symlink())
+    if path.is_file() and path.stat().st_size and not zipfile.is_zipfile(path):
+        raise JaxCudnnError(
+            f"{path} is not overwritten",
+            expected="a new file, or an archive",
+            got="a file that is not an archive",
+            fix="pass another FILE, or delete it",
+        )
     entries = cache.entries()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:

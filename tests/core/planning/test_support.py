@@ -117,7 +117,9 @@ def test_wrong_gpus_are_told(plans):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
             jc.plan(relu, X, gpus=gpus)
     with pytest.raises(jc.TargetError, match="did you mean 'H200'"):
-        jc.target("H20")
+        jc.target("nvidia h-200")
+    with pytest.raises(jc.TargetError, match="what to do: on a machine with the GPU"):
+        jc.target("H20")  # a GPU of its own
     with pytest.raises(jc.TargetError, match="two different GPUs"):
         jc.support(relu, X, gpus=["H200", dataclasses.replace(A100, name="H200")])
     assert plans == []
@@ -212,3 +214,19 @@ def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):
     assert "[1]: a shape is wrong" in str(found)
     assert "| double | A100* | none [1] |" in found.to_markdown()
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["workspace_bytes"] == 3 << 20
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"totalGlobalMem": "much"}, "does not describe a GPU"),
+        ({"totalGlobalMem": -1}, "does not describe a GPU"),
+        ({"multiProcessorCount": "many"}, "cuDNN does not take the profile 'other'"),
+        ({"deviceVer": 300}, "cuDNN does not take the profile 'other'"),
+    ],
+)
+def test_a_profile_that_cudnn_does_not_take_is_told(change, words):
+    properties = {**json.loads(H200.properties_json), "deviceName": "other", **change}
+    with pytest.raises(jc.TargetError, match=words):
+        jc.plan(relu, X, gpus=[jc.Profile.from_json(json.dumps(properties))])

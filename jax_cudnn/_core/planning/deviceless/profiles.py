@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...errors import TargetError, nearest
+from ...errors import TargetError
 
 _FOLDER = Path(__file__).parent / "profiles"
 
@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent / "profiles"
 # matmul, attention, norms, reduction) were the same.
 _LATER_FIELDS = {"smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 0}
 
-_HOW_TO_READ = (
+HOW_TO_READ = (
     "on a machine with the GPU, save cudnn.create_device_properties(0).serialize() to a file and "
     "pass it to jax_cudnn.Profile.from_json"
 )
@@ -45,6 +45,20 @@ class Profile:
     properties_json: str
     measured: bool = True
 
+    def __post_init__(self) -> None:
+        try:
+            memory = json.loads(self.properties_json).get("totalGlobalMem", 0)
+            fits = isinstance(self.sm_version, int) and isinstance(memory, int) and memory >= 0
+        except (AttributeError, TypeError, ValueError):
+            fits, memory = False, None
+        if not fits:
+            raise TargetError(
+                "a profile does not describe a GPU",
+                expected="sm_version and totalGlobalMem as whole numbers, properties_json as JSON",
+                got=f"{self.sm_version!r}, {memory!r}, {_shorten(self.properties_json)}",
+                fix=HOW_TO_READ,
+            )
+
     @classmethod
     def from_json(cls, source: str | Path, name: str | None = None) -> Profile:
         """A profile from a file or from JSON text.
@@ -69,11 +83,17 @@ class Profile:
                 expected="cuDNN's device properties, with at least deviceName and deviceVer",
                 got=_shorten(source),
                 why=f"{type(error).__name__}: {error}",
-                fix=_HOW_TO_READ,
+                fix=HOW_TO_READ,
             ) from error
         text = json.dumps({**_LATER_FIELDS, **properties}, sort_keys=True, separators=(",", ":"))
         name = name or str(content.get("name", device_name))
         return cls(name, sm_version, device_name, text, bool(content.get("measured", True)))
+
+
+def _meant(given: Any) -> str | None:
+    """The name that is written in another way; other numbers are other GPUs."""
+    letters = "".join(filter(str.isalnum, str(given))).lower().removeprefix("nvidia")
+    return next((f"did you mean {name!r}?" for name in names() if name.lower() == letters), None)
 
 
 def names() -> tuple[str, ...]:
@@ -97,7 +117,7 @@ def get(name: str) -> Profile:
             expected=f"one of {', '.join(names())}",
             got=repr(name),
             why="planning without a GPU needs a profile of it, and none is shipped for this one",
-            fix=" Else, ".join(filter(None, [nearest(name, names()), _HOW_TO_READ])),
+            fix=" Else, ".join(filter(None, [_meant(name), HOW_TO_READ])),
         ) from None
 
 
@@ -133,7 +153,7 @@ def _parse(source: str | Path) -> dict[str, Any]:
             expected="the path of a JSON file, or JSON text that starts with {",
             got=_shorten(source),
             why=f"{type(error).__name__}: {error}",
-            fix=_HOW_TO_READ,
+            fix=HOW_TO_READ,
         ) from error
 
 
