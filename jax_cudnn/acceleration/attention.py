@@ -47,6 +47,11 @@ class _Found:
     def size(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
+    def order(self, along: int, heads_first: bool) -> list[int]:
+        """The axes of an operand of queries or keys."""
+        heads = *self.heads, *self.groups
+        return [*self.batch, *heads, along] if heads_first else [*self.batch, along, *heads]
+
 
 def find(
     program: Program, kinds: Collection[str], taken: set[Equation], missed: Missed
@@ -178,11 +183,19 @@ def _built(
     t, s = f.sizes[f.query], f.sizes[f.key]
     h = math.prod(product.ins[0].shape[i] for i in contract[0])
     e = math.prod(second.ins[1 - side].shape[i] for i in v_free)
-    q_order = [q_axes[a] for a in (*f.batch, *f.heads, *f.groups, f.query)] + [
-        *contract[1 - of_key]
-    ]
-    k_order = [k_axes[a] for a in (*f.batch, *f.heads, f.key)] + [*contract[of_key]]
-    v_order = [v_axes[a] for a in (*f.batch, *f.heads) if a in v_axes] + [v_key, *v_free]
+    v_axes[f.key] = v_key
+    places = ((q, q_axes, f.query), (k, k_axes, f.key), (v, v_axes, f.key))
+    heads_first = sum(_heads_first(f, *each) for each in places) > 1  # as they lie in memory
+    q_order, k_order, v_order = (
+        [axes[a] for a in f.order(along, heads_first) if a in axes] for _, axes, along in places
+    )
+    q_order += contract[1 - of_key]
+    k_order += contract[of_key]
+    v_order += v_free
+
+    def sized(length: int, heads: int, features: int) -> tuple[int, ...]:
+        return (b, heads, length, features) if heads_first else (b, length, heads, features)
+
     factor = q.factor * k.factor
     at = Positions(f.query, f.key, t, s)
     seen, lens, masks = _masks(scores, f, at)
@@ -197,9 +210,9 @@ def _built(
     inputs = [q.value, k.value, v.value, *(x.value for x in sides)]
 
     def emit(*arrays: Any) -> Any:
-        qa = q.arranged(arrays[0], q_order, (b, kn * g, t, h))
-        ka = k.arranged(arrays[1], k_order, (b, kn, s, h))
-        va = v.arranged(arrays[2], v_order, (b, kn, s, e))
+        qa = q.arranged(arrays[0], q_order, sized(t, kn * g, h))
+        ka = k.arranged(arrays[1], k_order, sized(s, kn, h))
+        va = v.arranged(arrays[2], v_order, sized(s, kn, e))
         rest = [_to_scores(x, side_, f) for x, side_ in zip(arrays[3:], sides, strict=True)]
         nb, no, nm = extra
         bias = _added(rest[:nb], scores.biases)
@@ -214,7 +227,7 @@ def _built(
             count = jnp.clip(count, max(held.min, -1), min(held.max, s)).astype("int32")
             count = jnp.clip(count + int(lens.factor), 0, s)
         scale = factor * (1.0 if mod is not None else scores.scale)
-        given = {"bias": bias, "mask": mask, "scale": scale, "heads_first": True}
+        given = {"bias": bias, "mask": mask, "scale": scale, "heads_first": heads_first}
         if seen is not None:
             given |= _band_arguments(seen)
         if count is not None:
@@ -223,9 +236,11 @@ def _built(
             given |= {"score_mod": mod, "score_mod_operands": tuple(mods)}
         out = dot_product_attention(qa, ka, va, **given)
         if count is not None:
-            blank = jnp.nan if scores.infinite else jnp.repeat(va.mean(2, keepdims=True), g, 1)
+            mean = va.mean(2 if heads_first else 1, keepdims=True)
+            blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
             out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
-        return _from_heads(out.astype(last.dtype), f, out_dims, second, v_free, side, last)
+        axes = [*f.order(f.query, heads_first), *(("E", j) for j in range(len(v_free)))]
+        return _from_heads(out.astype(last.dtype), f, axes, out_dims, second, v_free, side, last)
 
     kinds = [] if seen is None else ["causal" if seen.right == 0 else "a band"]
     if seen is not None and seen.right == 0 and seen.left is not None:
@@ -235,6 +250,12 @@ def _built(
     what = f"{dtype} q [{b}, {kn * g}, {t}, {h}], k [{b}, {kn}, {s}, {h}]"
     what += f", {', '.join(kinds)}" if kinds else ""
     return Region("attention", equations, inputs, last, emit, what)
+
+
+def _heads_first(f: _Found, x: Operand, axes: dict[int, int], along: int) -> bool:
+    """Whether the heads of an operand come before its queries or keys where it lies."""
+    heads = [x.at[axes[a]] for a in (*f.heads, *f.groups) if a in axes]
+    return not heads or min(heads) < x.at[axes[along]]
 
 
 def _axes_of(product: Equation, side: int) -> dict[int, int]:
@@ -332,17 +353,17 @@ def _added(arrays: list[Any], sides: list[Side]) -> Any:
 
 
 def _from_heads(
-    out: Any, f: _Found, dims: Dims, second: Equation, v_free: list[int], side: int, last: Value
+    out: Any,
+    f: _Found,
+    axes: list[Any],
+    dims: Dims,
+    second: Equation,
+    v_free: list[int],
+    side: int,
+    last: Value,
 ) -> Any:
-    """(B, N, T, E) as the dimensions of the value that it replaces."""
+    """The result, with these axes, as the dimensions of the value that it replaces."""
     ends = [second.ins[1 - side].shape[i] for i in v_free]
-    axes: list[Any] = [
-        *f.batch,
-        *f.heads,
-        *f.groups,
-        f.query,
-        *(("E", j) for j in range(len(ends))),
-    ]
     sizes = [f.sizes[a] if not isinstance(a, tuple) else ends[a[1]] for a in axes]
     out = out.reshape(sizes)
     order = [axes.index(d) for d in dims if d is not None]

@@ -53,6 +53,8 @@ def evaluated(
             values[name] = returned[name] = rounded(exact, dtype)
             if inside and (dtype, str(result.dtype)) == ("bfloat16", "float32"):
                 values[name] = _of_bits(returned[name])
+            if (cast := _cast(spec, call)) is not None:
+                values[cast] = _of_bits(returned[name])
     return [returned.get(name, values[name]) for name in spec.outputs]
 
 
@@ -164,15 +166,25 @@ class _Form:
 
 
 def _products_last(spec: GraphSpec) -> list[Call]:
-    """The calls in an order in which a product comes only after what does not need it."""
+    """The calls in an order in which a product comes only after what does not need it, and what
+    is read as it is written only after that."""
     waiting, found = [*spec.calls], []
     while waiting:
         missing = {name for call in waiting for _, name in call.outputs}
         ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
-        call = next((call for call in ready if not call.node.product), ready[0])
+        call = min(ready, key=lambda call: (call.node.product, _cast(spec, call) is None))
         waiting.remove(call)
         found.append(call)
     return found
+
+
+def _cast(spec: GraphSpec, call: Call) -> str | None:
+    """The value that a call does no more to than to write it as a bfloat16 result of the graph."""
+    (_, name), *_ = call.inputs
+    result = call.outputs[0][1]
+    dtypes = spec.tensor(name).dtype, spec.tensor(result).dtype
+    casts = call.node.method == "identity" and dtypes == ("float32", "bfloat16")
+    return name if casts and result in spec.outputs and name not in spec.inputs else None
 
 
 def _inside(value: jax.Array, dtype: str) -> jax.Array:
