@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
         [i for i in range(len(v.shape)) if i not in c]
         for v, c in zip((a, b), contract, strict=True)
     ]
+    b, summed, free[1] = _as_held(b, contract[1], free[1])
+    contract = [contract[0], summed]
     deep = len(contract[0])
     in_order = [*contract[0]] == [*range(len(a.shape) - deep, len(a.shape))]
     last = [*contract[1]] == [*range(len(b.shape) - deep, len(b.shape))]
@@ -113,6 +115,20 @@ def _product(program: Program, equation: Equation, taken: set[Equation]) -> Regi
     inputs = [a, b, *(side.value for side in sides), *residual]
     what = f"{a.dtype} [{math.prod(rows)}, {depth}] x [{depth}, {columns}]{_words(found)}"
     return Region("product", found.equations, inputs, found.last, emit, what)
+
+
+def _as_held(
+    value: Value, contract: Sequence[int], free: list[int]
+) -> tuple[Value, Sequence[int], list[int]]:
+    """An operand before it was transposed, which a product does itself, and its dimensions."""
+    made = value.made_by
+    if made is None or made.name != "transpose":
+        return value, contract, free
+    order = made.params["permutation"]
+    summed, kept = ([order[i] for i in axes] for axes in (contract, free))
+    if summed != sorted(summed) or kept != sorted(kept):
+        return value, contract, free
+    return made.ins[0], summed, kept
 
 
 def _turned(program: Program, product: Equation, lefts: int) -> Equation | None:

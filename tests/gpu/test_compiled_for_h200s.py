@@ -1,6 +1,7 @@
 """What XLA's compiler for an H200 makes of programs with our layers; nothing here needs one."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -82,3 +83,41 @@ def test_products_of_sharded_tokens_gather_nothing(kind):
     assert found.count(CUDNN) + found.count(CUBLAS) == 1  # whichever the shipped table takes
     assert not [name for name in found if name.startswith(("all-", "collective"))]
     assert "bf16[8,128,1024]" in program.as_text()
+
+
+def gradient(function):
+    """Of all arguments."""
+    fast = jc.accelerate(function)
+    return lambda *x: jax.grad(lambda *x: (fast(*x).astype("float32") ** 2).sum(), (0, 1, 2))(*x)
+
+
+def test_an_accelerated_attention_reads_heads_where_they_lie():
+    def by_heads(q, k, v):  # as Flax and jax.nn have them: (batch, queries, heads, features)
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+    def heads_first(q, k, v):
+        return jax.nn.softmax(q @ k.mT / 8) @ v
+
+    for function, shape in ((by_heads, (2, 1024, 4, 64)), (heads_first, (2, 4, 1024, 64))):
+        ran = operations(compiled(gradient(function), *[aval(*shape)] * 3))
+        assert ran.count(CUDNN) == 2
+        assert not {"transpose", "copy"} & {*ran}
+        assert len(ran) <= 4, ran  # and the loss' gradient
+
+
+def test_a_gradient_is_written_once_for_the_bias_and_the_products():
+    def mlp(x, w, b):
+        return jax.nn.gelu(x @ w + b)
+
+    program = compiled(gradient(mlp), aval(8192, 768), aval(768, 3072), aval(3072, dtype="float32"))
+    assert "f32[8192,3072]" not in re.sub(r"(?s).*\nENTRY", "", program.as_text())
+
+
+def test_a_transposed_weight_is_read_as_it_is_held():
+    def logits(x, e, b):
+        return jnp.tanh(x @ e.T + b)
+
+    ran = operations(compiled(gradient(logits), aval(4096, 512), aval(8192, 512), aval(8192)))
+    assert ran.count(CUDNN) == 3
+    assert not {"transpose", "copy"} & {*ran}
