@@ -29,6 +29,8 @@ examples:
   render                            writes the tables and the picture of all results
   render --check                    says whether they are what is committed
 """
+# Read when JAX first asks for a device: all sides of a large model stand in memory at once.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 SUITES = ("cases", "steps", "norms", "attention", "flax")
 
 

@@ -53,6 +53,8 @@ dtypes, and float8 and integer values are rounded everywhere. The rest differs f
   as much as rounding the result. The error relative to float64 is at most 2.5 times as large for a
   scale, a bias and a residual together. A product stays in float32 if a float32 result, a sum over
   its elements, an exponential or a quotient depends on it.
+- A value that is written in bfloat16 and summed besides is summed, in float32, as it is written:
+  so a bias' gradient is that of the rounded gradient which the products read, as in plain JAX.
 - float8 products with 16-bit results likewise, in bfloat16; their scales are rounded to it, too.
 - A factor for each feature of a convolution, or `batchnorm_inference` after one, is multiplied
   into the weight, which is rounded once more.

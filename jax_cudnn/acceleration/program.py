@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ import jax.core
 import jax.numpy as jnp
 
 from .._core import compat
+from .._core.graph.reference import NARROW, evaluate
+from .._core.graph.spec import GraphSpec
+from .._core.implementation import AUTO
 from .._core.primitive import cudnn_p
 from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, bound
 
@@ -240,11 +244,27 @@ def _seen_through(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     elif name == CUSTOM:
         closed = params["call_jaxpr"]
         plain = compat.is_own_derivative(closed)
+    elif eqn.primitive is cudnn_p:
+        closed = _of_a_product(params["spec"], tuple(v.aval for v in eqn.invars))
+        return None if closed is None else (closed.jaxpr, closed.consts)
     else:
         return None
     if not plain or any(isinstance(const, jax.core.Tracer) for const in closed.consts):
         return None
     return closed.jaxpr, closed.consts
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_a_product(spec: GraphSpec, avals: tuple[Any, ...]) -> Any:
+    """The jaxpr of a graph that is a product with a bias, as of a Linear layer of ours, which what
+    follows it may join; None for other graphs."""
+    methods, options = [call.node.method for call in spec.calls], spec.options
+    free = options.implementation in (None, AUTO) and options.engine is None
+    if not free or options.deterministic or spec.origin.role or methods != ["matmul", "add"]:
+        return None
+    if len(spec.outputs) != 1 or spec.constants or not spec.is_static:
+        return None
+    return jax.make_jaxpr(functools.partial(evaluate, spec, products=NARROW))(*avals)
 
 
 def _inner(equation: Equation) -> dict[tuple[str, int | None], Program]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError
+from .forward import through_accelerate
 from .layer import SWAPPED, Layer, shallow, taken
 from .reports import Entry, Report
 
@@ -45,8 +46,12 @@ def accelerate(model: M) -> M:
     - BatchNorm, because XLA is faster for one without a fused activation or residual;
     - layers in containers other than lists, dicts and tuples.
 
-    Functions that a module calls, such as ``jax.nn.dot_product_attention`` in its ``__call__``, are
-    not seen: call that of :mod:`jax_cudnn.ops` instead. Only one held as an attribute is reported.
+    The copy's ``__call__`` goes through :func:`jax_cudnn.accelerate`, which finds what stands
+    between layers: a gelu after a Linear, ``jax.nn.dot_product_attention``, norms written out. Its
+    class is then derived from the model's. A ``__call__`` that adds Variables, changes parameters,
+    or branches by values runs as it is, and so do other methods. :func:`report` lists layers alone;
+    :func:`jax_cudnn.explain` shows what a program holds.
+
     A function that holds a module (a ``lambda`` that uses ``self``, ``jax.jit(self.method)``) keeps
     calling the original module, with Flax's layers, and ignores ``eval()`` of the copy.
 
@@ -54,7 +59,7 @@ def accelerate(model: M) -> M:
         model: an NNX module, concrete or abstract (``nnx.eval_shape``); also under ``nnx.jit``.
 
     Returns:
-        A model of the same class. If the model is a single layer, our layer.
+        A model of a class derived from the model's. If the model is a single layer, our layer.
 
     Raises:
         GraphTypeError: the model is not an NNX module.
@@ -70,7 +75,8 @@ def accelerate(model: M) -> M:
         >>> type(fast.layers[0]) is jnn.Linear, fast.layers[0].kernel is model.layers[0].kernel
         (True, True)
     """
-    return _copied(model)[0]
+    made = _copied(model)[0]
+    return made if isinstance(made, Layer) or type(made) in SWAPPED else through_accelerate(made)
 
 
 def report(model: nnx.Module) -> Report:

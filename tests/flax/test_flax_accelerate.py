@@ -53,7 +53,9 @@ def test_variables_are_shared_and_the_model_is_as_it_was():
     assert held(theirs, nnx.Variable, id) == held(ours, nnx.Variable, id) == variables
     assert held(theirs, nnx.Module, type) == modules
     swapped = {path: SWAPPED.get(kind, kind) for path, kind in modules.items()}
-    assert held(ours, nnx.Module, type) == swapped
+    kinds = held(ours, nnx.Module, type)
+    assert issubclass(kinds.pop(()), swapped.pop(()))  # whose forward is accelerated, too
+    assert kinds == swapped
     assert len(report.swapped) == sum(kind in SWAPPED for kind in modules.values()) == 9
     assert (report.kept, report) == ((), jnn.report(ours))
     found = [nnx.jit(nnx.value_and_grad(loss))(m, tokens()) for m in (ours, theirs)]

@@ -53,8 +53,8 @@ def evaluated(
             values[name] = returned[name] = rounded(exact, dtype)
             if inside and (dtype, str(result.dtype)) == ("bfloat16", "float32"):
                 values[name] = _of_bits(returned[name])
-            if (cast := _cast(spec, call)) is not None:
-                values[cast] = _of_bits(returned[name])
+            if (wide := _summed_as_written(spec, call)) is not None:
+                values[wide] = _of_bits(returned[name])
     return [returned.get(name, values[name]) for name in spec.outputs]
 
 
@@ -166,25 +166,32 @@ class _Form:
 
 
 def _products_last(spec: GraphSpec) -> list[Call]:
-    """The calls in an order in which a product comes only after what does not need it, and what
-    is read as it is written only after that."""
+    """The calls in an order in which a product comes only after what does not need it, and a sum
+    after what writes its operand."""
     waiting, found = [*spec.calls], []
     while waiting:
         missing = {name for call in waiting for _, name in call.outputs}
         ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
-        call = min(ready, key=lambda call: (call.node.product, _cast(spec, call) is None))
+        call = min(
+            ready, key=lambda call: (call.node.product, _summed_as_written(spec, call) is None)
+        )
         waiting.remove(call)
         found.append(call)
     return found
 
 
-def _cast(spec: GraphSpec, call: Call) -> str | None:
-    """The value that a call does no more to than to write it as a bfloat16 result of the graph."""
-    (_, name), *_ = call.inputs
-    result = call.outputs[0][1]
-    dtypes = spec.tensor(name).dtype, spec.tensor(result).dtype
-    casts = call.node.method == "identity" and dtypes == ("float32", "bfloat16")
-    return name if casts and result in spec.outputs and name not in spec.inputs else None
+def _summed_as_written(spec: GraphSpec, call: Call) -> str | None:
+    """The value that a call writes as a bfloat16 result of the graph, and that is summed besides: a
+    gradient, read by products and for that of a bias."""
+    if call.node.method != "identity":
+        return None
+    ((_, name),), result = call.inputs, call.outputs[0][1]
+    if (spec.tensor(name).dtype, spec.tensor(result).dtype) != ("float32", "bfloat16"):
+        return None
+    readers = [c for c in spec.calls if c is not call and name in {n for _, n in c.inputs}]
+    sums = all(getattr(reader.node, "mode", "") == "ADD" for reader in readers)
+    inside = name not in (*spec.inputs, *spec.outputs)
+    return name if inside and sums and result in spec.outputs else None
 
 
 def _inside(value: jax.Array, dtype: str) -> jax.Array:
