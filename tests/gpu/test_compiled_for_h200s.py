@@ -91,6 +91,12 @@ def gradient(function):
     return lambda *x: jax.grad(lambda *x: (fast(*x).astype("float32") ** 2).sum(), (0, 1, 2))(*x)
 
 
+def moved(program):
+    """Names of what transposes or copies arrays, alone or in a fusion."""
+    entry = re.sub(r"(?s).*\nENTRY", "", program.as_text())
+    return re.findall(r"^ +(?:ROOT )?%(\S*(?:transpose|copy)\S*) =", entry, re.MULTILINE)
+
+
 def test_an_accelerated_attention_reads_heads_where_they_lie():
     def by_heads(q, k, v):  # as Flax and jax.nn have them: (batch, queries, heads, features)
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
@@ -100,9 +106,10 @@ def test_an_accelerated_attention_reads_heads_where_they_lie():
         return jax.nn.softmax(q @ k.mT / 8) @ v
 
     for function, shape in ((by_heads, (2, 1024, 4, 64)), (heads_first, (2, 4, 1024, 64))):
-        ran = operations(compiled(gradient(function), *[aval(*shape)] * 3))
+        program = compiled(gradient(function), *[aval(*shape)] * 3)
+        ran = operations(program)
         assert ran.count(CUDNN) == 2
-        assert not {"transpose", "copy"} & {*ran}
+        assert not moved(program)
         assert len(ran) <= 4, ran  # and the loss' gradient
 
 
@@ -118,6 +125,6 @@ def test_a_transposed_weight_is_read_as_it_is_held():
     def logits(x, e, b):
         return jnp.tanh(x @ e.T + b)
 
-    ran = operations(compiled(gradient(logits), aval(4096, 512), aval(8192, 512), aval(8192)))
-    assert ran.count(CUDNN) == 3
-    assert not {"transpose", "copy"} & {*ran}
+    program = compiled(gradient(logits), aval(4096, 512), aval(8192, 512), aval(8192))
+    assert operations(program).count(CUDNN) == 3
+    assert not moved(program)
