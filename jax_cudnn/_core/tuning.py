@@ -219,9 +219,9 @@ def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refus
         return Refusal(error.reason)
 
 
-def _wait(device: compat.Device) -> None:
-    """Until the device has nothing to do, which no limit of measuring counts. TimeoutError after
-    too long: a GPU that stays busy delays a process by twice the patience, and not each graph."""
+def _wait(device: compat.Device) -> float:
+    """Seconds until the device has nothing to do, which no limit of measuring counts. TimeoutError
+    after too long: a GPU that stays busy delays a process by twice the patience, not each graph."""
     began = time.perf_counter()
     try:
         _apart(lambda: idle(device), _spent.patience)
@@ -230,7 +230,9 @@ def _wait(device: compat.Device) -> None:
         _spent.patience = max(_spent.patience / 2, _LEAST_PATIENCE)
         raise
     finally:
-        _spent.seconds -= time.perf_counter() - began
+        waited = time.perf_counter() - began
+        _spent.seconds -= waited
+    return waited
 
 
 def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
@@ -245,7 +247,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     bench = None
     try:
         device = _device(site)
-        _wait(device)
+        began += _wait(device)
         bench = made = _apart(lambda: Bench(spec, site, device, xla))
         ways = first or _first_ways(spec, site, name, xla)
         if not ways:

@@ -269,3 +269,22 @@ def test_long_masks_are_compared_in_blocks(monkeypatch):
 
     assert found(odd, x, x, x)[0][0].endswith("causal")
     assert 0 < biggest <= 20e6
+
+
+ORDERS = ("btnh,bsnh,bsnh->btnh", "bnth,bsnh,bnsh->btnh", "tbnh,sbnh,sbnh->tbnh",
+          "hbnt,nbhs,bshn->ntbh", "bnth,bnsh,bnsh->bnth", "tnh,snh,snh->tnh", "th,sh,sh->th",
+          "btkgh,bskh,bskh->btkgh", "bgkth,bksh,bshk->tbkgh", "kgbth,kbsh,bksh->bkgth")  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_operands_in_any_order_of_axes(order):
+    given, out = order.split("->")
+    q, k, v = given.split(",")
+    rows = "".join(c for c in "bnkgt" if c in q)
+
+    def attention(*x):
+        scores = jnp.einsum(f"{q},{k}->{rows}s", *x[:2]) / 3
+        return jnp.einsum(f"{rows}s,{v}->{out}", jax.nn.softmax(scores), x[2])
+
+    sizes = {"b": 2, "t": 6, "s": 10, "n": 4, "h": 8, "g": 2, "k": 3}
+    check(attention, *arrays(*(tuple(sizes[c] for c in axes) for axes in (q, k, v))))

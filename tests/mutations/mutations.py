@@ -42,7 +42,7 @@ MUTATIONS = {
     "integers may differ": ("_core/agreement.py", "if other > follows / _EDGES:", "if other > 1 / _EDGES:"),
     "masks may be another": ("_core/agreement.py", "other = float(of[2] if rounds else of[3])", "other = float(of[2])"),
     "XLA's faster form where no way is right": ("_core/tuning.py", "return (replace(segment, strict=True),)", "return (segment,)"),
-    "waiting counts as measuring": ("_core/tuning.py", "_spent.seconds -= time.perf_counter() - began", "pass"),
+    "waiting counts as measuring": ("_core/tuning.py", "_spent.seconds -= waited", "pass"),
     "a busy GPU delays each graph": ("_core/tuning.py", "_spent.patience / 2, _LEAST", "_spent.patience, _LEAST"),
     "an outcome of other flags of XLA": ("_core/tuning.py", "versions, *sorted(flags))", "versions)"),
     "a gradient is written in float32, too": ("_core/graph/xla_form.py", "values[wide] = _of_bits(returned[name])", "pass"),
