@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from acceleration.test_program import arrays, replaced
+from acceleration.test_program import arrays, check, replaced
 from jax import nn
 
 from jax_cudnn.acceleration.api import search
