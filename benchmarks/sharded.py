@@ -20,7 +20,7 @@ from jax_cudnn.flax import accelerate
 from .collectives import COLUMNS
 from .flax.models import GPT2, ResNet
 
-PLAIN, JAX_NN, OURS = COLUMNS
+PLAIN, JAX_NN, OURS, _ = COLUMNS
 WAYS = AUTOMATIC, GIVEN, EXPLICIT, MANUAL = "automatic", "in_shardings", "explicit", "shard_map"
 MESHES = {
     "data parallel": {"data": 8},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops.score_mod import unwatched
-from .values import ELEMENTWISE, Equation, Value, same_order
+from .values import ELEMENTWISE, VARYING, Equation, Value, same_order
 
 Block = tuple[tuple[int, int], ...]
 _Done = dict[tuple[Value, Block], np.ndarray]
@@ -133,7 +133,7 @@ def elementwise(equation: Equation, operands: list[np.ndarray], dtype: Any) -> A
         if name == "select_n" and len(operands) == 3:
             which, first, second = operands
             return np.where(which, second, first).astype(dtype, copy=False)
-        if name in ("convert_element_type", "copy", "copy_p", "stop_gradient"):
+        if name in ("convert_element_type", "copy", "copy_p", "stop_gradient", *VARYING):
             return operands[0].astype(dtype)
         if name == "integer_pow":
             return np.power(operands[0], equation.params["y"]).astype(dtype, copy=False)

@@ -228,6 +228,8 @@ def _as_aval(x: Any, aval: Any) -> Any:
     """An array of the type of the value that it replaces."""
     if x.shape != aval.shape:
         x = jnp.reshape(x, aval.shape)
+    axes = compat.varying_axes(aval) - compat.varying_axes(jax.typeof(x))
+    x = jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
     return compat.converted(x, aval.dtype, aval.weak_type)
 
 

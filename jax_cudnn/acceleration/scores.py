@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .known import array, is_known, rows
-from .values import ELEMENTWISE, Equation, Value, between
+from .values import ELEMENTWISE, VARYING, Equation, Value, between
 
 Dims = tuple[Any, ...]
 """For each dimension of an array the axis of the scores along which it varies, or None."""
@@ -20,7 +20,7 @@ _NUMBERS = "biufV"  # kinds of NumPy's dtypes; V are bfloat16 and the like
 HIDING = -1e4
 """A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
 LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision")
+CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", *VARYING)
 
 
 class Unclear(Exception):
@@ -88,7 +88,7 @@ def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -
     """Elementwise equations in float32, for values in ``env`` and those that ``other`` gives."""
     for equation in equations:
         name, out = equation.name, equation.outs[0]
-        if name in LAYOUT or (name in CASTS and jnp.issubdtype(out.dtype, jnp.floating)):
+        if name in (*LAYOUT, *VARYING) or (name in CASTS and _is_float(out)):
             env[out] = env[equation.ins[0]]
         else:
             given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
@@ -96,10 +96,13 @@ def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -
     return env
 
 
+def _is_float(value: Value) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
 def constant(value: Value) -> Any:
     """A known number as an array; floats are float32."""
-    wide = jnp.issubdtype(value.dtype, jnp.floating)
-    return jnp.asarray(number(value), "float32" if wide else value.dtype)
+    return jnp.asarray(number(value), "float32" if _is_float(value) else value.dtype)
 
 
 def unwidened(last: Value, dtype: Any, known: Container[Value]) -> Value:

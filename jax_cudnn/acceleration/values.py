@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CUSTOM = "custom_jvp_call"
 _DEEPEST = 200
+VARYING = ("pvary", "pcast")
+"""Operations whose result is the operand, as a value that differs between devices."""
 ELEMENTWISE = {
     *("add", "sub", "mul", "neg", "max", "min", "abs", "floor", "ceil", "sign", "exp", "sqrt"),
     *("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "not"),
@@ -25,6 +27,7 @@ ELEMENTWISE = {
     *("select_n", "clamp", "convert_element_type", "is_finite", "copy", "copy_p", "nextafter"),
     *("reduce_precision", "stop_gradient", "shift_left", "shift_right_logical", "atan2"),
     *("add_any", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    *VARYING,
 }
 """Operations each of whose elements depends on the elements at its own place alone."""
 

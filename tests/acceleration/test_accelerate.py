@@ -392,3 +392,38 @@ def test_a_wrong_setting_of_the_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("JAX_CUDNN_TUNING", "fats")
     with jc.target("H200"), pytest.raises(jc.GraphError, match="did you mean 'fast'"):
         jc.accelerate(attend)(*half(*[SHAPE] * 3))
+
+
+@pytest.mark.deviceless
+def test_inside_of_shard_map_regions_are_found_too():
+    """There operations of their own make constants to values that differ between devices."""
+
+    def block(p, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, w) for w in p["qkv"])
+        x = x + attend(q, k, v).reshape(x.shape)
+        return x + jax.nn.gelu(x @ p["up"] + 0.5) @ p["up"].T
+
+    qkv, up, x = half((3, 64, 4, 16), (64, 256), (8, 64, 64))
+    p, mesh = (
+        {"qkv": qkv * 0.1, "up": up * 0.1},
+        jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+    )
+    found = []
+    for fn in (block, jc.accelerate(block)):
+        loss = lambda p, x, fn=fn: (fn(p, x).astype("float32") ** 2).mean()  # noqa: E731
+        step = lambda p, x, loss=loss: jax.tree.map(  # noqa: E731
+            lambda g: jax.lax.pmean(g, "data"), jax.grad(loss)(p, x)
+        )
+        run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        with jc.target("H200"):
+            names = [name for name, _ in in_jaxpr(jax.make_jaxpr(run)(p, x).jaxpr)]
+            found.append((names, jax.jit(run)(p, x)))
+    (none, want), (names, got) = found
+    assert none == []
+    assert (
+        names.count("dot_product_attention") == names.count("dot_product_attention (backward)") == 1
+    )
+    assert "matmul" in names
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        error = np.linalg.norm(a.astype("float32") - b.astype("float32"))
+        assert error <= 0.05 * np.linalg.norm(a.astype("float32"))
