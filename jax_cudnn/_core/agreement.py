@@ -19,6 +19,7 @@ from .graph.spec import Call, GraphSpec
 # Products of float32 operands may be rounded to TF32 (10 bits) by either side.
 TF32_EPS = 2.0**-10
 _ROUNDINGS = 4  # of the operands may explain a difference
+_FLIPS = 0.3  # of floats that are rounded to integers may be one off
 _EDGES = 1000  # of so many integers and booleans that follow from floats one may be another
 
 
@@ -107,19 +108,18 @@ def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any
     """How a graph's results, of which these are the :func:`figures`, differ from its reference's by
     more than rounding explains; else empty. ``near`` gives those of the reference for operands that
     are one rounding away: what cancels is inexact in any arithmetic."""
-    floats = (t for t in spec.output_tensors if is_floating(t.dtype))
     read, made = (
         [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
-        for side in (spec.input_tensors, floats)
+        for side in (spec.input_tensors, spec.output_tensors)
     )
-    limit = tolerance(read, made)
     for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
         if not is_floating(tensor.dtype):
             follows, rounds = _from_floats(spec, tensor.name)
             other = float(of[2] if rounds else of[3])
-            if other > follows / _EDGES:
-                return f"{other:.2%} of its {tensor.dtype} results differ from the reference"
+            if other > follows / _EDGES or (rounds and float(of[3]) > _FLIPS):
+                return f"{float(of[3]):.2%} of its {tensor.dtype} results differ from the reference"
             continue
+        limit = tolerance(read, made[i])
         found = _difference(of)
         if found.within(limit):
             continue
@@ -147,7 +147,7 @@ def _from_floats(spec: GraphSpec, name: str) -> tuple[bool, bool]:
         if (port := next((p for p, result in call.outputs if result == name), None)) is not None:
             at = call.node.results.index(port)
             rounds = is_floating(str(_before_rounding(spec, call)[at].dtype))
-    return follows, follows and rounds
+    return follows, follows and rounds and spec.tensor(name).dtype != "bool"
 
 
 def _before_rounding(spec: GraphSpec, call: Call) -> Sequence[jax.ShapeDtypeStruct]:

@@ -22,6 +22,7 @@ from .graph.bounds import bounded
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec
 from .operands import operands
+from .planning import failure
 from .planning.planned_graph import PlannedGraph, Segments
 from .plans.roofline import roofline
 
@@ -37,12 +38,11 @@ _THREADS = 4  # that compile
 @dataclass(frozen=True)
 class Trial:
     """What became of a way: the seconds of one run, or why there are none; whether it is ``wrong``
-    in its results, or fails when it runs; whether it is left out for a reason that may pass."""
+    in its results, or fails when it runs."""
 
     seconds: float = math.inf
     note: str = ""
     wrong: bool = False
-    passing: bool = False
 
 
 @dataclass
@@ -108,16 +108,18 @@ class Bench:
     def close(self) -> None:
         """Frees what it holds on the device."""
         for pool in (self._pool, self._one):
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=False, cancel_futures=True)
         vars(self).clear()
 
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
-        turns with the fastest one so far."""
+        turns with the fastest one so far. Raises MemoryError where the reference is too large."""
         xla = self._xla
         made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
         ]
+        if self._reference.result().memory > self._room:
+            raise MemoryError
         wait(made)  # else those that run would disturb XLA's autotuning
         found = list(map(self._judged, made))
         right = {i: made[i].result() for i, trial in enumerate(found) if not trial.note}
@@ -130,10 +132,7 @@ class Bench:
     @functools.cached_property
     def _want(self) -> list[jax.Array]:
         """The reference's results."""
-        reference = self._reference.result()
-        if reference.memory > self._room:
-            raise MemoryError
-        return reference.compiled(*self._operands)
+        return self._reference.result().compiled(*self._operands)
 
     def _wrong(self, got: Sequence[jax.Array]) -> str:
         """How results differ from the reference's by more than rounding explains; else empty."""
@@ -194,20 +193,17 @@ class Bench:
         try:
             program = begun.result()
             if program.memory > self._room:
-                return Trial(note="it needs more memory than measuring may take", passing=True)
+                return Trial(note="it needs more memory than measuring may take")
         except Exception as error:  # of XLA while it compiles
-            return Trial(note=_line(error), passing=_lacks_memory(error))
+            return Trial(note=_line(error))
         try:
             got = jax.block_until_ready(program.call(*self._operands))[0]
         except Exception as error:  # of cuDNN or XLA while it runs
-            lacks = _lacks_memory(error)
-            return Trial(note=_line(error), wrong=not lacks, passing=lacks)
+            return Trial(note=_line(error), wrong=not failure.may_pass(str(error)))
         try:
             wrong = self._wrong(got)
         except MemoryError:
-            return Trial(
-                note="comparing it needs more memory than measuring may take", passing=True
-            )
+            return Trial(note="comparing it needs more memory than measuring may take")
         return Trial(note=wrong, wrong=bool(wrong))
 
     def _times(self, programs: Mapping[int, _Program]) -> dict[int, float]:
@@ -267,10 +263,6 @@ def idle(device: Device) -> None:
 
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
     return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
-
-
-def _lacks_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _line(error: Exception) -> str:

@@ -32,7 +32,7 @@ from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, PlannedSegment, Segments, Way
 from .planning.single_flight import SingleFlight
 from .planning.split import Refusal, part, search, whole
-from .planning.stored import choice_of, key_text, said
+from .planning.stored import choice_of, key_text
 from .settings import FAST, FULL, OFF, settings
 from .store import cache
 from .trials import Bench, Trial, idle
@@ -42,8 +42,8 @@ log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
 
 _GAIN = 0.98  # of the time of the way without a measurement: less is noise
-_PATIENCE = 5.0  # seconds for the device to be idle; half as many after each time in vain, down to
-_LEAST_PATIENCE = 0.1
+_PATIENCE, _ALL_PATIENCE = 5.0, 10.0  # seconds for the device to be idle; for all graphs
+_LEAST_PATIENCE = 0.1  # for each that comes later
 _BATCH, _BATCHES = 2, {FAST: 3, FULL: 6}  # of other engines, in "fast" while they gain
 _AVERAGE = 1.0  # seconds that "fast" takes for a graph; what simple ones leave, others may take
 _FOR_ENGINES = 0.4  # seconds that a batch of engines takes
@@ -54,12 +54,12 @@ _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for o
 
 @dataclass
 class _Spent:
-    """The seconds that this process has measured for, those that it waits for an idle device, and
-    what was said about it."""
+    """The seconds that this process has measured for, those that it has waited for an idle device,
+    and what was said about it."""
 
     seconds: float = 0.0
     graphs: int = 0
-    patience: float = _PATIENCE
+    waited: float = 0.0
     told: set[str] = field(default_factory=set)
 
     def left(self) -> float:
@@ -74,6 +74,10 @@ class _Spent:
 
 class _NotNow(Exception):
     """Nothing is measured for a reason that may pass: nothing is kept of it."""
+
+
+class _TooLarge(_NotNow):
+    """A graph does not fit into the memory that measuring may take."""
 
 
 _known: SingleFlight[Outcome] = SingleFlight()
@@ -147,7 +151,7 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
 
     stored = planner.decoded(key, cache.get(key), read)
     if stored is not None:
-        enough = stored.step or now.tuning == FAST or (stored.level == FULL and stored.complete)
+        enough = stored.step or now.tuning in (FAST, stored.level)  # "full" measures more
         taken = None if stored.taken is None else stored.ways[stored.taken]
         if taken is not None and _segments(taken, spec, site, name) is None:
             cache.discard(key, "cuDNN has no such plan any more")
@@ -156,7 +160,9 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
             return stored
     try:
         made = _measured_in_time(spec, site, name)
-    except _NotNow:
+    except _NotNow as error:
+        if stored is None and isinstance(error, _TooLarge):
+            return Outcome(now.tuning)  # for this process, which does not try again
         if stored is None:
             raise
         return stored
@@ -182,12 +188,12 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
                 limit,
             )
             raise _NotNow
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), _spent.waited
         try:
             with progress.planning(f"{name}, measuring"):
                 return _measured(spec, site, name)
         finally:
-            _spent.seconds += time.perf_counter() - began
+            _spent.seconds += time.perf_counter() - began - (_spent.waited - waited)
             _spent.graphs += 1
 
 
@@ -220,18 +226,15 @@ def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refus
 
 
 def _wait(device: compat.Device) -> float:
-    """Seconds until the device has nothing to do, which no limit of measuring counts. TimeoutError
-    after too long: a GPU that stays busy delays a process by twice the patience, not each graph."""
+    """Seconds until the device has nothing to do, which no limit of measuring counts; TimeoutError
+    after too long."""
     began = time.perf_counter()
+    patience = max(_LEAST_PATIENCE, min(_PATIENCE, _ALL_PATIENCE - _spent.waited))
     try:
-        _apart(lambda: idle(device), _spent.patience)
-        _spent.patience = _PATIENCE
-    except TimeoutError:
-        _spent.patience = max(_spent.patience / 2, _LEAST_PATIENCE)
-        raise
+        _apart(lambda: idle(device), patience)
     finally:
         waited = time.perf_counter() - began
-        _spent.seconds -= waited
+        _spent.waited += waited
     return waited
 
 
@@ -258,14 +261,14 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
             needed = time.perf_counter() - began + _FOR_ENGINES
             if level != FULL and _spent.left() < needed:
                 break
-            batch, best = [*itertools.islice(more, _BATCH)], _fastest(trials)
-            if not batch:
-                break
+            best = _fastest(trials)
             try:
+                if not (batch := [*itertools.islice(more, _BATCH)]):
+                    break
                 found = _apart(lambda b=batch: made.trials(b))
             except Exception as error:  # what was measured so far stands
                 log.debug("%s: other engines are not measured: %s", name, error)
-                found = [Trial(note=said(error), passing=True)] * len(batch)
+                break
             ways, trials = ways + batch, trials + found
             if level != FULL and _fastest(trials) == best:
                 break
@@ -278,7 +281,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
         raise _NotNow from error
     except MemoryError as error:
         log.info("%s: not measured: too large for what is free of the memory", name)
-        raise _NotNow from error
+        raise _TooLarge from error
     except (PlanningError, UnsupportedGraphError):
         raise
     except Exception as error:  # the graph runs as without a measurement
@@ -299,8 +302,8 @@ def _chosen(
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
     taken = _fastest(trials)
-    if taken is None and not all(trial.wrong for trial in trials):
-        raise _NotNow  # some do not fit into the memory now, or could not be compiled
+    if taken is None and not trials[0].wrong:
+        raise _NotNow  # what is taken without a measurement could not be measured, and is not wrong
     if taken is not None and trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
     timed = ", ".join(f"{what} {t.seconds * 1e6:.1f} us" for what, t in pairs if not t.note)
@@ -325,7 +328,7 @@ def _chosen(
             pinned=tuple((at, o.engine, o.knobs) for at, o in options if o.engine is not None),
         )
         found.append(made)
-    return Outcome(level, tuple(found), taken, not any(trial.passing for trial in trials))
+    return Outcome(level, tuple(found), taken)
 
 
 def _what(way: Segments) -> str:
@@ -401,13 +404,15 @@ def _device(site: CudaDevice) -> compat.Device:
 
 
 def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
-    """The result of work in a thread of its own, which no context of JAX reaches, such as that of a
-    trace, under JAX's usual settings; TimeoutError after so many seconds."""
+    """The result of work in a thread of its own, which no trace of the caller reaches, under JAX's
+    usual settings; TimeoutError after so many seconds."""
     future: Future[V] = Future()
+    _, as_in_caller = compat.settings_of_thread()
 
     def run() -> None:
         try:
             with (
+                as_in_caller(),
                 jax.debug_nans(False),
                 jax.debug_infs(False),
                 jax.disable_jit(False),

@@ -14,8 +14,9 @@ from .._core.plans.table import aligned
 from .program import Missed, Program, Region
 from .values import Equation
 
+_FIELDS = ("kind", "what", "at", "runs_on", "gain", "why")
 _ALONE = {"products": "dot_general", "convolutions": "conv_general_dilated"}
-_HEADER = ("kind", "what", "at", "times", "runs on", "why")
+_HEADER = ("kind", "what", "at", "times", "runs on", "gain", "why")
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,16 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
-        "cuDNN", "XLA" or "", "why"}], "missed": [{"at", "times", "why"}], "alone": {"products",
-        "convolutions"}}``; a new dictionary each time. ``times``: how often a run of the program
-        computes it; ``alone``: how many products and convolutions are in no region."""
+        "cuDNN", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}], "alone":
+        {"products", "convolutions"}}``; a new dictionary each time. ``times``: how often a run of
+        the program computes it; ``gain``: XLA's time over cuDNN's, measured or predicted, of the
+        forward; ``alone``: how many products and convolutions are in no region."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
         regions, missed = self.data["regions"], self.data["missed"]
         rows = [
-            (r["kind"], r["what"], r["at"], str(r["times"]), r["runs_on"], r["why"])
+            (r["kind"], r["what"], r["at"], str(r["times"]), r["runs_on"], r["gain"], r["why"])
             for r in regions
         ]
         on = Counter(r["runs_on"] for r in regions if r["runs_on"])
@@ -61,16 +63,13 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
     times = dict(_times(program, 1))
     for region, often in _regions(program, 1):
         runs = ("XLA" if region.outcome else "cuDNN") if decided else ""
-        key = (region.kind, region.what, _at(region.first), runs, region.outcome)
+        key = (region.kind, region.what, _at(region.first), runs, region.gain, region.outcome)
         rows[key] = rows.get(key, 0) + often
     nearly: dict[tuple[str, str], int] = {}
     for equation, why in missed:
         key_ = _at(equation), why
         nearly[key_] = nearly.get(key_, 0) + times.get(equation, 1)
-    regions = [
-        {"kind": kind, "what": what, "at": at, "times": n, "runs_on": runs, "why": why}
-        for (kind, what, at, runs, why), n in rows.items()
-    ]
+    regions = [{**dict(zip(_FIELDS, key, strict=True)), "times": n} for key, n in rows.items()]
     inside = {e for region, _ in _regions(program, 1) for e in region.equations}
     counts = Counter()
     for equation, often in times.items():

@@ -114,6 +114,12 @@ def test_report_and_explain():
     assert region["runs_on"] == "cuDNN"
     assert region["at"].startswith(f"{__file__}:")
     assert "causal" in region["what"]
+    (gelu,) = (
+        jc.accelerate(lambda x, w: jax.nn.gelu(x @ w))
+        .report(*half((8192, 768), (768, 3072)), gpu="H200")
+        .to_json()["regions"]
+    )
+    assert re.fullmatch(r"1\.\d\d predicted", gelu["gain"])
     (missed,) = report.to_json()["missed"]
     assert "used elsewhere" in missed["why"]
     text = str(report)

@@ -61,6 +61,11 @@ def passing(error: BaseException) -> PlanningError | None:
     return _failed(textwrap.shorten(text, 500, placeholder=" ...")) if failed else None
 
 
+def may_pass(text: str) -> bool:
+    """Whether an error's text is about memory, libraries or the driver, and not about a graph."""
+    return "RESOURCE_EXHAUSTED" in text or _LACKING.search(text) is not None
+
+
 def twice(attempt: Callable[..., V]) -> V:
     """``attempt(fresh=False)``; where that fails in a way that may pass, ``attempt(fresh=True)``.
     Raises PlanningError if both fail so."""

@@ -92,14 +92,12 @@ class Outcome:
         level: of tuning, when it was measured.
         ways: those that were measured; none where only XLA can run the graph.
         taken: the position of the fastest right way; None where no way is right.
-        complete: whether no way was left out for want of memory.
         step: whether ``taken`` was the fastest in a whole step (:func:`jax_cudnn.tune`).
     """
 
     level: str
     ways: tuple[Way, ...] = ()
     taken: int | None = None
-    complete: bool = True
     step: bool = False
 
 

@@ -87,9 +87,8 @@ def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> Outcome:
     ways = tuple(_way_of(way, spec) for way in value["ways"])
     found = checked(Outcome(**{**value, "ways": ways}))
     need(found.level in (FAST, FULL), "level", f"{FAST} or {FULL}", found.level)
-    known = [i for i, way in enumerate(ways) if not way.note]
-    fits = found.taken is None if not known else found.taken in range(len(ways))
-    need(fits, "taken", f"one of {len(ways)} ways", found.taken)
+    right = [i for i, way in enumerate(ways) if not way.note]
+    need(found.taken in (right or [None]), "taken", f"one of {right}", found.taken)
     return found
 
 

@@ -125,8 +125,8 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
         if taken:  # what is interrupted later has this
             best, program = choice, other
             tuning.remember(kind.spec, kind.site, kind.outcome, way)
-            if hasattr(function, "clear_cache"):
-                function.clear_cache()  # else a step that ran before would stay as it was
+            jitted = getattr(function, "jitted_fn", function)  # of nnx.jit
+            getattr(jitted, "clear_cache", jax.clear_caches)()  # else it would stay as it ran
         tried.append(Tried(kind.name, what, seconds, now, taken))
         print(_line(tried[-1]), flush=True)
     before, after = _in_turns(start, program) if best else (start.seconds(),) * 2
@@ -227,11 +227,12 @@ class _Program:
         with WAYS.entered(tuple(choice.items())):
             lowered = function.lower(*args)
             donated = tuple(info.donated for info in jax.tree.leaves(lowered.args_info))
-            if len(donated) != len(jax.tree.leaves(args)):
+            taken = lowered.args_info[0]
+            if len(taken) != len(args) or len(donated) != len(jax.tree.leaves(args)):
                 raise GraphError(
                     "tune takes arrays, and the step has static arguments",
-                    expected=f"{len(donated)} arrays",
-                    got=f"{len(jax.tree.leaves(args))} arguments",
+                    expected=f"{len(taken)} arguments of arrays",
+                    got=f"{len(args)} arguments",
                     fix="bind static arguments before jax.jit: "
                     "jax.jit(functools.partial(step, name=value))",
                 )

@@ -48,11 +48,10 @@ def discard(key: str, problem: str) -> None:
 
 
 def replace(key: str, value: dict[str, Any], label: str = "") -> None:
-    """Stores a value in place of another one."""
+    """Stores a value in the configured folder; see ``PlanCache.replace``."""
     cache = _configured()
     if cache is not None:
-        _remove(cache.folder / file_name(key))
-        cache.put(key, value, label)
+        cache.replace(key, value, label)
 
 
 def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
@@ -126,22 +125,31 @@ class PlanCache:
         If nothing can be written, that is ``value``, and this process stops writing.
         """
         found = self.get(key)
-        if found is None and self._writable:
-            try:
-                found = self.add(Content(key, value, label))
-            except Unusable as error:
-                self._warn("size", f"{label} is not stored: {error}")
-            except OSError as error:
-                self._writable = False
-                self._warn(
-                    "folder",
-                    f"{error.strerror or error}. New plans of this process stay in memory only; "
-                    "fix the folder or set another: jax_cudnn.configure(plan_cache=...)",
-                )
+        if found is None:
+            found = self._add(Content(key, value, label))
         return value if found is None else found
 
-    def add(self, content: Content) -> dict[str, Any] | None:
-        """Writes an entry, or returns the value of an existing one.
+    def replace(self, key: str, value: dict[str, Any], label: str = "") -> None:
+        """Stores a value, in place of another one if there is one, in one step."""
+        self._add(Content(key, value, label), over=True)
+
+    def _add(self, content: Content, over: bool = False) -> dict[str, Any] | None:
+        """As :meth:`add`; what cannot be written is said."""
+        try:
+            return self.add(content, over) if self._writable else None
+        except Unusable as error:
+            self._warn("size", f"{content.label} is not stored: {error}")
+        except OSError as error:
+            self._writable = False
+            self._warn(
+                "folder",
+                f"{error.strerror or error}. New plans of this process stay in memory only; "
+                "fix the folder or set another: jax_cudnn.configure(plan_cache=...)",
+            )
+        return None
+
+    def add(self, content: Content, over: bool = False) -> dict[str, Any] | None:
+        """Writes an entry, or returns the value of an existing one, unless it is written ``over``.
 
         Raises OSError, and Unusable for an entry that is too large.
         """
@@ -154,8 +162,10 @@ class PlanCache:
         try:
             _write(temporary, data)
             try:
-                os.link(temporary, path)
+                (os.replace if over else os.link)(temporary, path)
             except OSError:  # there is something, or the file system has no links
+                if over:
+                    raise
                 with self._lock():
                     found = self.get(content.key)
                     if found is not None:
