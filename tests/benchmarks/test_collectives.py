@@ -26,4 +26,4 @@ def test_a_data_parallel_transformer_has_the_collectives_of_plain_jax():
     for other in others:
         assert other.keys() == plain.keys()
         assert other["all-reduce"][0] == plain["all-reduce"][0]
-        assert other["all-reduce"][1] <= plain["all-reduce"][1]
+        assert other["all-reduce"][1] <= 1.01 * plain["all-reduce"][1]
