@@ -39,7 +39,7 @@ MUTATIONS = {
     "a product before a move is written wide": ("_core/graph/xla_form.py", "smooth = node.smooth or node.moves", "smooth = node.smooth"),
     "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
     "a NaN is explained by rounding": ("_core/agreement.py", "exact and math.isfinite(found.worst)", "exact"),
-    "integers may differ": ("_core/agreement.py", "if other > follows / _EDGES:", "if other > 1 / _EDGES:"),
+    "integers may differ": ("_core/agreement.py", "if other > follows / _EDGES or", "if other > 1 / _EDGES or"),
     "masks may be another": ("_core/agreement.py", "other = float(of[2] if rounds else of[3])", "other = float(of[2])"),
     "XLA's faster form where no way is right": ("_core/tuning.py", "return (replace(segment, strict=True),)", "return (segment,)"),
     "a wrong way is taken where others are left out": ("_core/tuning.py", "if taken is None and not trials[0].wrong:", "if taken is None and not all(trial.wrong for trial in trials):"),
