@@ -415,7 +415,6 @@ def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
                 as_in_caller(),
                 jax.debug_nans(False),
                 jax.debug_infs(False),
-                jax.disable_jit(False),
                 jax.numpy_dtype_promotion("standard"),
                 jax.numpy_rank_promotion("allow"),
                 jax.transfer_guard("allow"),

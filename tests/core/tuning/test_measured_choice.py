@@ -386,7 +386,7 @@ STRICT = {
 
 @pytest.mark.parametrize("setting", [None, *STRICT])
 def test_no_setting_or_context_of_the_caller_reaches_a_measurement(fake, setting):
-    fake.seconds["XLA"] = 1e-6
+    fake.seconds["XLA"], fake.factors[1] = 1e-6, jnp.nan
     x, before = jnp.ones((2, 3)), getattr(jax.config, setting or "jax_debug_nans")
 
     def traced(x):

@@ -108,6 +108,25 @@ def test_wrong_arguments_are_said(arguments, words):
         jc.tune(function, *args, **minutes)
 
 
+@pytest.mark.parametrize("of_nnx", [False, True])
+def test_a_step_that_ran_before_is_lowered_anew(stood_in, of_nnx):
+    jit = pytest.importorskip("flax.nnx").jit if of_nnx else jax.jit
+    traced = []
+
+    @jit
+    def counted(large, small):
+        traced.append(1)
+        return step(large, small)
+
+    counted(LARGE, SMALL)
+    counted(LARGE, SMALL)
+    jc.tune(counted, LARGE, SMALL)
+    before = len(traced)
+    for _ in range(2):
+        counted(LARGE, SMALL)
+    assert len(traced) == before + 1
+
+
 def test_what_was_taken_stays_after_an_interruption(stood_in, monkeypatch):
     run, rounds = tune._in_turns, []
 
