@@ -20,6 +20,7 @@ from .cases.tables import render as render_cases
 from .cases.tables import render_host
 from .collectives import render as render_collectives
 from .flax.tables import render as render_flax
+from .flax.tables import render_one_line, render_sentence
 from .norms.tables import render as render_norms
 from .public_models import render as render_models
 from .steps.tables import render as render_steps
@@ -93,7 +94,10 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield PAGE, "auto", render_auto(read(file))
     for file in sorted(RESULTS.glob("tuning_*.json"))[-1:]:
         yield PAGE, "tuning", render_tuning(read(file))
+    steps = read(committed("flax_h200"))
+    yield ROOT / "README.md", "steps", render_sentence(steps)
     page = ROOT / "docs" / "accelerate.md"
+    yield page, "one line", render_one_line(steps)
     yield page, "models", render_models(read(committed("public_models_h200")))
     page = ROOT / "docs" / "many_gpus.md"
     yield page, "collectives", render_collectives(read(committed("collectives_h200")))

@@ -78,3 +78,40 @@ def _notes(name: str, entry: dict[str, Any]) -> list[str]:
         kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
         said.append(f"{name}: {profile['busy_ms']:.3g} ms of kernels, of which {kinds}")
     return said
+
+
+def _kernels(entry: dict[str, Any], side: str) -> float | None:
+    """Milliseconds of a step's kernels; other work of the host does not disturb it."""
+    return entry["sides"].get(side, {}).get("profile", {}).get("busy_ms")
+
+
+def render_one_line(result: dict[str, Any]) -> str:
+    """The table of docs/accelerate.md: the kernels of a step with ``jc.accelerate`` and without."""
+    head = ["model", "plain Flax, ms", "in `jc.accelerate`", "by hand, `jax.nn`'s cuDNN attention"]
+    rows = []
+    for name, entry in result["flax"].items():
+        plain, ours, by_hand = (_kernels(entry, side) for side in (PLAIN, WHOLE, CUDNN))
+        if ours is None:
+            continue
+        memory = [entry["sides"].get(side, {}).get("memory_gb") for side in (PLAIN, WHOLE)]
+        shown = [f"{ms:.1f}" if ms else "" for ms in (plain, ours, by_hand)]
+        ratios = [f"{ours / ms:.2f}" if ms else "" for ms in (plain, by_hand)]
+        rows.append([name, *shown, *ratios, " / ".join(f"{gb:g}" if gb else "-" for gb in memory)])
+    head += ["/ plain", "/ by hand", "memory, GB, plain / `jc.accelerate`"]
+    return f"{where(result, 'flax')}; milliseconds of kernels of a training step.\n\n" + table(
+        head, rows
+    )
+
+
+def render_sentence(result: dict[str, Any]) -> str:
+    """README's sentence on steps with ``jc.accelerate``."""
+    found = {}
+    for name, entry in result["flax"].items():
+        plain, ours = _kernels(entry, PLAIN), _kernels(entry, WHOLE)
+        if plain and ours:
+            found[name.partition("/")[0]] = f"{ours / plain:.2f}"
+    steps = ", ".join(f"{name} {ratio}" for name, ratio in found.items())
+    return (
+        "Training steps of plain Flax models with one line of `jc.accelerate`, as a part of their "
+        f"time: {steps} (an H200; [all](docs/accelerate.md#measured))."
+    )
