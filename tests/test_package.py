@@ -84,7 +84,7 @@ ALLOWED = {
     "doctor": {"_core"},
     "acceleration": {"ops", "_core"},
     "interop": {"ops", "_core"},
-    "flax": {"ops", "_core"},
+    "flax": {"acceleration", "ops", "_core"},
     "commands": {"doctor", "ops", "flax", "_core"},
 }
 
