@@ -163,6 +163,11 @@ class Follower:
             case ["sums of exponentials", "1 / sum"] | ["1 / sum", "sums of exponentials"] if same:
                 if name == "mul" and states[0].shift is states[1].shift:
                     return State(OUT, dims, first.of, None, states[0].axis)
+            case ["exponentials"] if name == "select_n":
+                self.dropped.append(
+                    "exponentials are masked, as by softmax(where=...): mask the scores instead, "
+                    "jnp.where(mask, scores, -1e30)"
+                )
             case ["probabilities"] if len(equation.ins) > 1:
                 self.dropped.append(f"the probabilities meet another array ({name}), as in dropout")
         return None

@@ -221,6 +221,13 @@ def test_near_misses_say_what_to_change():
     )  # fmt: skip
     assert "cast it to bfloat16" in found(wide, *half)[1][0]
 
+    def masked_late(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k)
+        p = nn.softmax(scores, where=jnp.tril(jnp.ones((T, T), bool)))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert "mask the scores instead" in found(masked_late, q, k, v)[1][0]
+
 
 def test_what_only_looks_like_attention_is_left():
     q, k, v = arrays(*[(B, T, N, H)] * 3)
