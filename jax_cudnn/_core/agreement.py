@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,18 +71,41 @@ def largest(values: Sequence[float]) -> float:
     return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 
 
+class Figures(NamedTuple):
+    """How one result differs from the expected one.
+
+    ``relative`` and ``worst``: as of a :class:`Difference`; ``finite``: both over the elements that
+    are finite on both sides; ``beyond``: the part of the elements that differ by more than one;
+    ``other``: the part that differs.
+    """
+
+    relative: Any
+    worst: Any
+    finite: tuple[Any, Any]
+    beyond: Any
+    other: Any
+
+
 @jax.jit
-def figures(got: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """``relative`` and ``worst`` of a :class:`Difference`, the part of the elements that differ by
-    more than one, and the part that differs."""
+def figures(got: jax.Array, want: jax.Array) -> Figures:
+    """The figures of two arrays of one shape, in float32."""
     a, b = got.astype(jnp.float32), want.astype(jnp.float32)
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # equal infinities are equal
+    beyond = ~same & ~(jnp.abs(a - b) <= 1)
+    top = jnp.max(jnp.where(jnp.isfinite(b), jnp.abs(b), 0), initial=0)
+    unit = jnp.where(top > 0, top, 1)  # else squares would overflow, or be 0
+    a, b, tiny = a / unit, b / unit, jnp.finfo(jnp.float32).tiny
+    known = jnp.where(jnp.isfinite(b), b, 0)
+    scale = jnp.sqrt(jnp.mean(known * known))
+
+    def both(error: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = error / (jnp.abs(known) + scale + tiny)
+        worst = jnp.max(jnp.where(jnp.isnan(parts), jnp.inf, parts))  # max may drop a NaN
+        return jnp.sqrt(jnp.mean(error * error)) / (scale + tiny), worst
+
     error = jnp.where(same, 0, jnp.abs(a - b))
-    square = jnp.mean(jnp.where(jnp.isfinite(b), b * b, 0))
-    tiny = jnp.finfo(jnp.float32).tiny
-    relative = jnp.sqrt(jnp.mean(error * error) / (square + tiny))
-    size = jnp.where(jnp.isfinite(b), jnp.abs(b), 0) + jnp.sqrt(square)
-    return relative, jnp.max(error / (size + tiny)), jnp.mean(error > 1), jnp.mean(got != want)
+    finite = jnp.where(jnp.isfinite(a) & jnp.isfinite(b), error, 0)
+    return Figures(*both(error), both(finite), jnp.mean(beyond), jnp.mean(got != want))
 
 
 def tolerance(operands: Sequence[Any], results: Any) -> float:
@@ -104,7 +127,7 @@ def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
-def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any]]) -> str:
+def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence[Figures]]) -> str:
     """How a graph's results, of which these are the :func:`figures`, differ from its reference's by
     more than rounding explains; else empty. ``near`` gives those of the reference for operands that
     are one rounding away: what cancels is inexact in any arithmetic."""
@@ -115,15 +138,17 @@ def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any
     for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
         if not is_floating(tensor.dtype):
             follows, rounds = _from_floats(spec, tensor.name)
-            other = float(of[2] if rounds else of[3])
-            if other > follows / _EDGES or (rounds and float(of[3]) > _FLIPS):
-                return f"{float(of[3]):.2%} of its {tensor.dtype} results differ from the reference"
+            other = float(of.beyond if rounds else of.other)
+            if other > follows / _EDGES or (rounds and float(of.other) > _FLIPS):
+                return (
+                    f"{float(of.other):.2%} of its {tensor.dtype} results differ from the reference"
+                )
             continue
         limit = tolerance(read, made[i])
-        found = _difference(of)
+        found = _difference(of.relative, of.worst)
         if found.within(limit):
             continue
-        other = _difference(near()[i])
+        other = _difference(*near()[i].finite)  # one that overflows explains nothing of the others
         exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
         exact &= found.worst <= max(4 * limit, _ROUNDINGS * other.worst)
         if not (exact and math.isfinite(found.worst)):  # a rounding explains no NaN
@@ -158,8 +183,8 @@ def _before_rounding(spec: GraphSpec, call: Call) -> Sequence[jax.ShapeDtypeStru
     return jax.eval_shape(lambda given: applied(call.node, given), avals)
 
 
-def _difference(of: Sequence[Any]) -> Difference:
-    return Difference(*(largest([float(x)]) for x in of[:2]))
+def _difference(relative: Any, worst: Any) -> Difference:
+    return Difference(largest([float(relative)]), largest([float(worst)]))
 
 
 @jax.jit

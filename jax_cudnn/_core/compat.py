@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch, distributed, source_info_util
@@ -251,6 +252,11 @@ def user_frames(equation: Any) -> Iterator[tuple[str, int, str]]:
 def matmul_precision() -> str | None:
     """``jax.default_matmul_precision`` as it holds in this thread."""
     return _config.default_matmul_precision.value
+
+
+def is_unoptimized() -> bool:
+    """Whether XLA leaves out most optimizations (``JAX_DISABLE_MOST_OPTIMIZATIONS``)."""
+    return _compiler._DISABLE_MOST_OPTIMIZATIONS.value
 
 
 def distributed_client() -> Any:

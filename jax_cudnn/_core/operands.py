@@ -11,6 +11,7 @@ from .graph.dtypes import is_floating
 from .graph.spec import GraphSpec, Tensor
 
 _TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
+_APART = 100_003  # places in the tile between the beginnings of two operands
 
 
 def operands(spec: GraphSpec) -> list[np.ndarray]:
@@ -18,7 +19,10 @@ def operands(spec: GraphSpec) -> list[np.ndarray]:
     distances, pages one after the other."""
     generator = np.random.default_rng(0)
     normal = generator.standard_normal(_TILE, np.float32)
-    values = {t.name: _random(t, generator, normal) for t in spec.input_tensors}
+    values = {
+        t.name: _random(t, generator, np.roll(normal, -_APART * i))  # no two are the same numbers
+        for i, t in enumerate(spec.input_tensors)
+    }
     for call in spec.calls:
         node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
         names = {port: name for port, name in call.inputs if port in node.integers}

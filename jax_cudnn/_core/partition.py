@@ -39,7 +39,7 @@ from .sharding.work import (
     spec_of,
     work,
 )
-from .user_context import TARGET
+from .user_context import TARGET, WAYS
 
 PARTITIONED = "jax_cudnn_partitioned"
 LARGE = 2**20
@@ -62,6 +62,7 @@ class _Partitioned:
     axes: Any
     module: Any
     target: Any
+    ways: Any
     settings: Any
     turns: tuple[tuple[int, ...], ...]
     """The dimensions of each array of the call, in the order of the graph's operand."""
@@ -73,7 +74,7 @@ class _Partitioned:
     @contextlib.contextmanager
     def contexts(self) -> Iterator[None]:
         """What held where the graph was lowered: XLA's thread may not be the user's."""
-        with TARGET.entered(self.target), self.settings():
+        with TARGET.entered(self.target), WAYS.entered(self.ways), self.settings():
             yield
 
     def work(self, given: tuple[Sharding, ...], asked: tuple[Sharding, ...]) -> Work:
@@ -116,7 +117,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
     operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
-    said = repr((spec._key, name, turns, where, values, fingerprint(), jax.__version__))
+    ways = [(graph._key, way) for graph, way in WAYS.value]
+    said = repr((spec._key, name, turns, where, ways, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])
@@ -125,7 +127,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     module = compat.module_platforms(ctx)
     if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
         ffi.register()
-    site = _Partitioned(spec, name, mesh, axes, module, target, settings, turns, seen)
+    tried = WAYS.value
+    site = _Partitioned(spec, name, mesh, axes, module, target, tried, settings, turns, seen)
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)
     register()
@@ -186,13 +189,14 @@ def _by_reference(
 
 
 def _identity(ctx: Any, name: str) -> str:
-    """The GPU and the versions that determine plans; empty where nothing is planned."""
-    from . import context
+    """The GPU, the versions and the choices of steps that determine plans; empty where nothing is
+    planned."""
+    from . import context, tuning
     from .planning import planner
 
     if "cuda" not in compat.module_platforms(ctx)[0]:
         return ""
-    return planner.identity(context.site(compat.lowering_devices(ctx), name))
+    return planner.identity(context.site(compat.lowering_devices(ctx), name)) + tuning.steps()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ outcome is kept in the plan cache, so a second process measures nothing.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import math
@@ -26,7 +27,7 @@ from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .graph.wire import wire
 from .implementation import AUTO
-from .planning import choice, losses, placement, planner, progress
+from .planning import choice, failure, losses, placement, planner, progress
 from .planning.execution_plan import ExecutionPlan
 from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, PlannedSegment, Segments, Way
@@ -76,10 +77,13 @@ class _NotNow(Exception):
     """Nothing is measured for a reason that may pass: nothing is kept of it."""
 
 
-class _TooLarge(_NotNow):
-    """A graph does not fit into the memory that measuring may take."""
+class _NotHere(_NotNow):
+    """A graph cannot be measured, or not in this process's memory; it does not try again."""
 
 
+_STEPS = "steps 1"  # a key of the plan cache
+_steps: dict[str, int] = {}
+"""The ways that whole steps have chosen, by the digests of their keys."""
 _known: SingleFlight[Outcome] = SingleFlight()
 _spent = _Spent()
 _measuring = threading.Lock()  # one graph at a time
@@ -110,7 +114,8 @@ def outcome(
 def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
     """What is known of a canonical graph, measured if it is new; None if nothing can be now."""
     try:
-        return _known.get(_memo(spec, site), lambda: _stored_or_measured(spec, site, name))
+        memo = spec, planner.identity(site), settings().tuning
+        return _known.get(memo, lambda: _stored_or_measured(spec, site, name))
     except _NotNow:
         return None
 
@@ -119,8 +124,23 @@ def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> N
     """Makes a way of an outcome the one that a canonical graph takes, in later processes, too: a
     whole step was fastest with it."""
     found = replace(outcome, taken=way, step=True)
-    _known.put(_memo(spec, site), found)
+    for level in (FAST, FULL):
+        _known.put((spec, planner.identity(site), level), found)
+    digest = hashlib.sha256(_key(spec, site).encode()).hexdigest()
+    _steps.update({**_stored_steps(), digest: way})
+    cache.replace(_STEPS, {"taken": _steps}, label="what whole steps have chosen")
     cache.replace(_key(spec, site), asdict(found), label=f"{spec.label}; measured in a step")
+
+
+def steps() -> str:
+    """What whole steps have chosen so far, for the text of a program whose plans are made when it
+    is partitioned, after it is lowered. Empty in a job, whose processes must lower equal texts."""
+    return "" if jax.process_count() > 1 else repr(sorted({**_stored_steps(), **_steps}.items()))
+
+
+def _stored_steps() -> dict[str, Any]:
+    found = (cache.get(_STEPS) or {}).get("taken")
+    return found if isinstance(found, dict) else {}
 
 
 def may_measure(spec: GraphSpec) -> bool:
@@ -131,13 +151,10 @@ def may_measure(spec: GraphSpec) -> bool:
     return free and not (options.deterministic or spec.is_paired) and settings().tuning != OFF
 
 
-def _memo(spec: GraphSpec, site: CudaDevice) -> tuple[Any, ...]:
-    return spec, planner.identity(site), settings().tuning
-
-
 def _key(spec: GraphSpec, site: CudaDevice) -> str:
     """What an outcome depends on: XLA's flags for GPUs, too."""
     flags = {flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag[:10] == "--xla_gpu_"}
+    flags |= {"unoptimized"} if compat.is_unoptimized() else set()
     versions = f"jaxlib {compat.JAXLIB}, driver {kernel_driver()}"
     return key_text("choice", spec, planner.identity(site), versions, *sorted(flags))
 
@@ -161,8 +178,8 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
     try:
         made = _measured_in_time(spec, site, name)
     except _NotNow as error:
-        if stored is None and isinstance(error, _TooLarge):
-            return Outcome(now.tuning)  # for this process, which does not try again
+        if stored is None and isinstance(error, _NotHere):
+            return Outcome(now.tuning)  # for this process alone
         if stored is None:
             raise
         return stored
@@ -281,12 +298,12 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
         raise _NotNow from error
     except MemoryError as error:
         log.info("%s: not measured: too large for what is free of the memory", name)
-        raise _TooLarge from error
+        raise _NotHere from error
     except (PlanningError, UnsupportedGraphError):
         raise
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
-        raise _NotNow from error
+        raise (_NotNow if failure.may_pass(str(error)) else _NotHere) from error
     finally:
         if bench is not None:
             bench.close()
@@ -415,6 +432,7 @@ def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
                 as_in_caller(),
                 jax.debug_nans(False),
                 jax.debug_infs(False),
+                jax.disable_jit(False),
                 jax.numpy_dtype_promotion("standard"),
                 jax.numpy_rank_promotion("allow"),
                 jax.transfer_guard("allow"),
@@ -431,4 +449,5 @@ def clear() -> None:
     """Forget all measurements that are in memory."""
     global _spent
     _known.clear()
+    _steps.clear()
     _spent = _Spent()

@@ -17,7 +17,7 @@ import pytest
 from cases import all_cases
 
 import jax_cudnn as jc
-from jax_cudnn._core import agreement, auto, ffi, lowering, settings, trials, tuning
+from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.bounds import bounded
 from jax_cudnn._core.graph.reference import NARROW, evaluate
@@ -207,10 +207,11 @@ def test_what_a_step_has_chosen_stays(fake):
     canonical = SPEC.for_planning.canonical()
     tuning.remember(canonical, GPU, tuning.measurement(canonical, GPU, "f"), xla)
     assert taken()[0] == "XLA"
-    for level in ("full", "fast"):
-        auto.clear()
-        jc.configure(tuning=level)
-        assert taken()[0] == "XLA"
+    for forget in (lambda: None, auto.clear):
+        for level in ("full", "fast"):
+            forget()
+            jc.configure(tuning=level)
+            assert taken()[0] == "XLA"
 
 
 def test_what_is_known_stands_where_no_more_may_be_measured(fake):
@@ -234,13 +235,49 @@ def test_rounds_give_each_right_way_a_time(fake, monkeypatch):
 
 
 def test_what_roundings_of_the_operands_explain_is_right():
-    def near(relative):
-        return lambda: [(relative, relative, 0.0)]
+    def off(by, finite=None):
+        finite = by if finite is None else finite
+        return [agreement.Figures(by, by, (finite, finite), 0.0, 1.0)]
 
-    assert agreement.wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
-    assert agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
-    assert "4 roundings" in agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
-    assert agreement.wrong(SPEC, [(math.nan, math.nan, 0.0)], near(math.inf))
+    assert agreement.wrong(SPEC, off(1e-4), not_needed) == ""
+    assert agreement.wrong(SPEC, off(0.1), lambda: off(0.03)) == ""
+    assert "4 roundings" in agreement.wrong(SPEC, off(0.1), lambda: off(0.02))
+    assert agreement.wrong(SPEC, off(math.nan), lambda: off(math.inf))
+    assert agreement.wrong(SPEC, off(0.5), lambda: off(math.inf, finite=0.02))
+
+
+def test_figures_hold_for_values_of_any_size():
+    for size in (1.0, 1e25, 1e-30):
+        want = jnp.linspace(1, 2, 1000, dtype="float32") * size
+        for got, relative in ((want, 0.0), (want * 0, 1.0), (3 * want, 2.0), (want * 1.01, 0.01)):
+            found = agreement.figures(got, want).relative
+            np.testing.assert_allclose(found, relative, atol=1e-5)
+        one = agreement.figures(want.at[7].set(jnp.inf), want)
+        assert (one.relative, one.worst, one.finite) == (math.inf, math.inf, (0.0, 0.0))
+        assert agreement.figures(want.at[7].set(jnp.nan), want).worst == math.inf
+        assert agreement.figures(want * 1.01, want.at[7].set(jnp.inf)).finite[0] < 0.02
+
+
+SWAPPED = [
+    (lambda g, x, y: g.sub(x, y), lambda x, y: y - x),
+    (lambda g, x, y: g.div(x, y), lambda x, y: y / x),
+    (lambda g, x, y: g.cmp_gt(x, y), lambda x, y: x < y),
+    (lambda g, x, y: g.add(g.mul(x, y), x), lambda x, y: x * y + y),
+    (lambda g, x, y: g.binary_select(x, y, g.cmp_gt(x, 0.0)), lambda x, y: x),
+]
+
+
+@pytest.mark.parametrize(("graph", "wrongly"), SWAPPED)
+def test_swapped_operands_are_seen(graph, wrongly):
+    spec = jc.graph(graph).trace(X, X)[1].spec
+    x, y = trials.operands(spec)
+    assert not np.array_equal(x, y)
+    (want,) = evaluate(spec, x, y)
+    (moved,) = evaluate(spec, *map(agreement.rounded, map(jnp.asarray, (x, y))))
+    near = [agreement.figures(moved, want)]
+    got = [agreement.figures(jnp.asarray(wrongly(x, y), want.dtype), want)]
+    assert agreement.wrong(spec, got, lambda: near)
+    assert not agreement.wrong(spec, [agreement.figures(want, want)], lambda: near)
 
 
 def not_needed():
@@ -281,7 +318,7 @@ def test_integers_are_equal_unless_rounded_floats_explain_it(function, avals, al
 def test_each_result_has_the_tolerance_of_its_dtype():
     spec = jc.graph(lambda g, x, y: (g.add(x, y), g.mul(x, y).set_data_type("float8_e5m2")))
     spec = spec.trace(X, X)[1].spec
-    off, right = (0.1, 0.1, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0)
+    off, right = (agreement.Figures(x, x, (x, x), 0.0, 1.0) for x in (0.1, 0.0))
     near = lambda: [right, right]  # noqa: E731
     of_type = {t.dtype: i for i, t in enumerate(spec.output_tensors)}
     assert agreement.wrong(spec, [off if i == of_type["float32"] else right for i in (0, 1)], near)
@@ -368,16 +405,21 @@ def test_an_allocator_without_a_limit_leaves_what_no_process_uses(monkeypatch):
         assert trials._free(GPU, device) == free
 
 
-def test_a_measurement_that_fails_is_said_and_harms_nothing(fake, monkeypatch, caplog):
+@pytest.mark.parametrize(("words", "times"), [("no luck", 1), ("CUDNN_STATUS_ALLOC_FAILED", 3)])
+def test_a_measurement_that_fails_is_said_and_harms_nothing(
+    fake, monkeypatch, caplog, words, times
+):
     def fails(*_):
-        raise ValueError("no luck")
+        raise ValueError(words)
 
     monkeypatch.setattr(trials, "operands", fails)
-    assert taken()[0] == "eng0"
-    assert "f: not measured: ValueError: no luck" in caplog.text
+    for _ in range(3):
+        assert taken()[0] == "eng0"
+    assert caplog.text.count(f"f: not measured: ValueError: {words}") == times
 
 
 STRICT = {
+    "jax_disable_jit": True,
     "jax_numpy_dtype_promotion": "strict",
     "jax_debug_nans": True,
     "jax_transfer_guard": "disallow",
@@ -501,12 +543,14 @@ def test_where_cudnn_has_no_engine_a_second_process_measures_nothing(fake, monke
 
 
 def test_an_outcome_holds_for_a_driver_and_xlas_flags(fake, monkeypatch):
-    keys = set()
+    with monkeypatch.context() as unoptimized:
+        unoptimized.setattr(compat, "is_unoptimized", lambda: True)
+        keys = {tuning._key(SPEC, GPU)}
     for driver, flags in [("1", ""), ("2", ""), ("2", "--xla_gpu_x=1"), ("2", "--xla_dump_to=y")]:
         monkeypatch.setattr(tuning, "kernel_driver", lambda driver=driver: driver)
         monkeypatch.setenv("XLA_FLAGS", flags)
         keys.add(tuning._key(SPEC, GPU))
-    assert len(keys) == 3
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import pytest
 from test_measured_choice import GPU, fake, spec_of, taken  # noqa: F401
 
 import jax_cudnn as jc
-from jax_cudnn._core import auto, compat, context
+from jax_cudnn._core import auto, compat, context, tuning
 from jax_cudnn._core.plans import tune
+from jax_cudnn._core.sharding import work
+from jax_cudnn._core.user_context import WAYS
 
 
 class Step:
@@ -125,6 +127,31 @@ def test_a_step_that_ran_before_is_lowered_anew(stood_in, of_nnx):
     for _ in range(2):
         counted(LARGE, SMALL)
     assert len(traced) == before + 1
+
+
+def test_on_a_mesh_each_choice_is_another_program(fake, monkeypatch):  # noqa: F811
+    """There plans are made when XLA partitions a program, by what held when it was lowered."""
+    spec = spec_of(*[jax.ShapeDtypeStruct((32, 8), "float32")] * 2).for_planning.canonical()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(LARGE, jax.NamedSharding(mesh, jax.P("data")))
+    seen, run, kept = [], work.Work.run, []
+    monkeypatch.setattr(
+        work.Work, "run", lambda *a, **k: [seen.append(WAYS.value), run(*a, **k)][1]
+    )
+    function = jax.jit(lambda x: gelu(x, x).sum())
+    for way in (0, 1):
+        with WAYS.entered(((spec, way),)):
+            kept.append(function.lower(x).compile())
+    assert seen == [((spec, 0),), ((spec, 1),)]
+    taken(spec)
+    before = tuning.steps()
+    tuning.remember(spec, GPU, tuning.measurement(spec, GPU, "f"), 1)
+    assert tuning.steps() != before
+    chosen = tuning.steps()
+    auto.clear()  # and in the next process
+    assert tuning.steps() == chosen
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert tuning.steps() == ""
 
 
 def test_what_was_taken_stays_after_an_interruption(stood_in, monkeypatch):
