@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from . import compat, ffi
+from . import compat, ffi, mesh_compat
 from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
@@ -98,21 +98,21 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     titled, by_xla = title(spec=spec, name=name), spec.xla_only
     mesh = compat.partitioning_mesh(ctx)
-    if spec.is_static and compat.is_explicit(ctx, mesh):
+    if spec.is_static and mesh_compat.is_explicit(ctx, mesh):
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
         if by_xla or is_left_whole(spec, given):  # jnp has no types for some results
             observe((spec, name), (titled, spec, _BY_XLA if by_xla else _EXCHANGED))
             run = functools.partial(_by_reference, spec, made)
-        return compat.lower_explicit(ctx, mesh, run, operands)
-    elsewhere = compat.is_exported(ctx)  # another process would not know the graph
+        return mesh_compat.lower_explicit(ctx, mesh, run, operands)
+    elsewhere = mesh_compat.is_exported(ctx)  # another process would not know the graph
     if by_xla or elsewhere or not spec.is_static:
         observe((spec, name), (titled, spec, _BY_XLA))
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
         observe((spec, name), (titled, spec, _EXCHANGED))
         return lower_reference(ctx, *operands, spec=spec, name=name)
-    axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
+    axes, target = mesh_compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
@@ -124,17 +124,17 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         seen.setdefault((spec, name), [])
         said += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    module = compat.module_platforms(ctx)
+    module = mesh_compat.module_platforms(ctx)
     if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
         ffi.register()
     tried = WAYS.value
     site = _Partitioned(spec, name, mesh, axes, module, target, tried, settings, turns, seen)
     site = _known.setdefault(key, site)
-    compat.keep_alive(ctx, site)
+    mesh_compat.keep_alive(ctx, site)
     register()
     ins, outs, sums = _letters(spec)
     ins = [*map(_of_array, ins, turns)]
-    return compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
+    return mesh_compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
 
 
 def _untransposed(x: Any) -> tuple[Any, tuple[int, ...]]:
@@ -194,7 +194,7 @@ def _identity(ctx: Any, name: str) -> str:
     from . import context, tuning
     from .planning import planner
 
-    if "cuda" not in compat.module_platforms(ctx)[0]:
+    if "cuda" not in mesh_compat.module_platforms(ctx)[0]:
         return ""
     return planner.identity(context.site(compat.lowering_devices(ctx), name)) + tuning.steps()
 
@@ -202,7 +202,7 @@ def _identity(ctx: Any, name: str) -> str:
 @functools.cache
 def register() -> None:
     """Registers the callbacks with XLA, of this process and of its plugins."""
-    compat.register_partitioner(PARTITIONED, _wanted, _partition, _inferred)
+    mesh_compat.register_partitioner(PARTITIONED, _wanted, _partition, _inferred)
 
 
 def _site(key: bytes) -> _Partitioned:
@@ -224,9 +224,9 @@ def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
     try:
         site = _site(key)
         found = site.work(_operands(site, shardings), ())
-        return compat.packed_shardings(result, _encoded(site, found.results))
+        return mesh_compat.packed_shardings(result, _encoded(site, found.results))
     except Exception:
-        return compat.replicated(result)
+        return mesh_compat.replicated(result)
 
 
 def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
@@ -247,8 +247,8 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
             return found.run(spec.inputs, site.name, *map(jax.numpy.transpose, arrays, site.turns))
 
         with site.contexts():
-            site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
-    results = compat.packed_shardings(result, _encoded(site, found.results))
+            site.made[found] = mesh_compat.local_module(body, avals, site.mesh, *site.module)
+    results = mesh_compat.packed_shardings(result, _encoded(site, found.results))
     return site.made[found], _encoded(site, map(_of_array, found.operands, site.turns)), results
 
 
@@ -300,7 +300,7 @@ def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> t
 
 
 def _encoded(site: _Partitioned, shardings: Iterable[Sharding]) -> list[Any]:
-    return [compat.hlo_sharding(site.axes, spec_of(own), len(own)) for own in shardings]
+    return [mesh_compat.hlo_sharding(site.axes, spec_of(own), len(own)) for own in shardings]
 
 
 def _mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
@@ -312,7 +312,7 @@ def _mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
     parts = {axis: [part for part in sizes if part[0] == axis] for axis in mesh.shape}
     try:
         devices = sharding.tile_assignment_devices()
-        order = compat.unflattened(devices, sizes)
+        order = mesh_compat.unflattened(devices, sizes)
         dims = []
         for size in sharding.tile_assignment_dimensions():
             used, axes = [], []

@@ -1,8 +1,8 @@
 """The measured choice: on the GPU of the process, the ways to run a graph that is new are run in
 turns, and the fastest right one is taken.
 
-The ways are the cuts that :mod:`.placement` finds, other engines of cuDNN, and XLA alone. The
-outcome is kept in the plan cache, so a second process measures nothing.
+The ways are those of :mod:`.ways`. The outcome is kept in the plan cache, so a second process
+measures nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -27,17 +27,25 @@ from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .graph.wire import wire
 from .implementation import AUTO
-from .planning import choice, failure, losses, placement, planner, progress
-from .planning.execution_plan import ExecutionPlan
+from .planning import failure, losses, placement, planner, progress
 from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, PlannedSegment, Segments, Way
 from .planning.single_flight import SingleFlight
-from .planning.split import Refusal, part, search, whole
+from .planning.split import whole
 from .planning.stored import choice_of, key_text
 from .settings import FAST, FULL, OFF, settings
 from .store import cache
 from .trials import Bench, Trial, idle
 from .user_context import WAYS
+from .ways import (
+    CUT,
+    first_ways,
+    other_engines,
+    segments_of,
+    strict_reference,
+    title_of,
+    uses_cudnn,
+)
 
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
@@ -49,8 +57,6 @@ _BATCH, _BATCHES = 2, {FAST: 3, FULL: 6}  # of other engines, in "fast" while th
 _AVERAGE = 1.0  # seconds that "fast" takes for a graph; what simple ones leave, others may take
 _FOR_ENGINES = 0.4  # seconds that a batch of engines takes
 _FAR_SLOWER = 2.0  # XLA's time over cuDNN's in the nearest measured graphs
-_CUT = "this cut was measured"
-_NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
 
 
 @dataclass
@@ -102,9 +108,9 @@ def outcome(
         return None
     taken = dict(WAYS.value).get(canonical, found.taken)
     if taken is None:
-        segments = _strict(spec, found)
+        segments = strict_reference(spec, found)
     else:
-        segments = _segments(found.ways[taken], spec, site, name)
+        segments = segments_of(found.ways[taken], spec, site, name)
     if segments is None:
         return None
     ways = enumerate(found.ways)
@@ -170,7 +176,7 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
     if stored is not None:
         enough = stored.step or now.tuning in (FAST, stored.level)  # "full" measures more
         taken = None if stored.taken is None else stored.ways[stored.taken]
-        if taken is not None and _segments(taken, spec, site, name) is None:
+        if taken is not None and segments_of(taken, spec, site, name) is None:
             cache.discard(key, "cuDNN has no such plan any more")
             stored = None
         elif enough:
@@ -214,34 +220,6 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
             _spent.graphs += 1
 
 
-def _segments(way: Way, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
-    """The segments of a way; None if cuDNN has no such plan any more."""
-    pinned = {at: (engine, dict(knobs)) for at, engine, knobs in way.pinned}
-    segments = []
-    for at, (calls, in_xla, reason) in enumerate(way.segments):
-        piece, plan = part(spec, calls), None
-        if not in_xla:
-            plan = _plan(choice.pinned(piece, *pinned[at]) if at in pinned else piece, site, name)
-            if isinstance(plan, Refusal):
-                return None
-        segments.append(PlannedSegment(piece, calls, plan, reason))
-    return tuple(segments)
-
-
-def _strict(spec: GraphSpec, outcome: Outcome) -> Segments:
-    """The reference in XLA, which is right where no measured way is."""
-    wrong = "; ".join(f"{way.what}: {way.note}" for way in outcome.ways)
-    (segment,) = whole(spec, None, f"no measured way is right: {wrong}")
-    return (replace(segment, strict=True),)
-
-
-def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refusal:
-    try:
-        return planner.plan(spec, site, name)
-    except UnsupportedGraphError as error:
-        return Refusal(error.reason)
-
-
 def _wait(device: compat.Device) -> float:
     """Seconds until the device has nothing to do, which no limit of measuring counts; TimeoutError
     after too long."""
@@ -261,7 +239,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     slow = level != FULL and known is not None and known.near and known.ratio >= _FAR_SLOWER
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
-    first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
+    first = first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
     if first == []:
         return Outcome(level)
     bench = None
@@ -269,11 +247,12 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
         device = _device(site)
         began += _wait(device)
         bench = made = _apart(lambda: Bench(spec, site, device, xla))
-        ways = first or _first_ways(spec, site, name, xla)
+        ways = first or first_ways(spec, site, name, xla)
         if not ways:
             return Outcome(level)
         trials = _apart(lambda: made.trials(ways))
-        more = _engines(site, name, ways, trials)
+        timed = {i: trial.seconds for i, trial in enumerate(trials) if not trial.note}
+        more = other_engines(site, name, ways, timed)
         for _ in range(_BATCHES[level]):
             needed = time.perf_counter() - began + _FOR_ENGINES
             if level != FULL and _spent.left() < needed:
@@ -314,7 +293,7 @@ def _chosen(
     spec: GraphSpec, name: str, ways: list[Segments], trials: list[Trial], level: str
 ) -> Outcome:
     """The outcome of trials: the fastest right way is taken."""
-    pairs = [*zip(map(_what, ways), trials, strict=True)]
+    pairs = [*zip(map(title_of, ways), trials, strict=True)]
     for what, trial in pairs:
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
@@ -331,11 +310,11 @@ def _chosen(
         progress.measured(min(before, 2 * after), after)
 
     def reason(segment: PlannedSegment, why: str | None) -> str:
-        return f"{_CUT}: {timed}" if segment.reason == _CUT else why or segment.reason
+        return f"{CUT}: {timed}" if segment.reason == CUT else why or segment.reason
 
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
-        why = f"measured: {timed}" if timed and not _uses_cudnn(way) else None
+        why = f"measured: {timed}" if timed and not uses_cudnn(way) else None
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
         made = Way(
             what=what,
@@ -348,71 +327,9 @@ def _chosen(
     return Outcome(level, tuple(found), taken)
 
 
-def _what(way: Segments) -> str:
-    named = ["XLA" if s.plan is None else f"cuDNN {s.engine}" for s in way]
-    if len(way) == 1:
-        return named[0]
-    calls = (", ".join(call.name for call in segment.spec.calls) for segment in way)
-    return "; ".join(map(": ".join, zip(named, calls, strict=True)))
-
-
-def _uses_cudnn(way: Segments) -> bool:
-    return any(segment.plan is not None for segment in way)
-
-
 def _fastest(trials: list[Trial]) -> int | None:
     fastest = min(range(len(trials)), key=lambda i: trials[i].seconds)
     return fastest if trials[fastest].seconds < math.inf else None
-
-
-def _first_ways(
-    spec: GraphSpec, site: CudaDevice, name: str, xla: Segments | None
-) -> list[Segments]:
-    """What is taken without a measurement, XLA alone, cuDNN where it can, and the products alone in
-    cuDNN; empty if XLA alone can run the graph."""
-
-    def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
-        several = len(piece.calls) > 1
-        return Refusal(_CUT) if several else _plan(piece, site, name)
-
-    ways = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
-    ways[1:1] = [] if xla is None else [xla]
-    if len(spec.calls) > 1 and spec.has_anchor:
-        ways.append(search(spec, alone))
-    distinct: dict[Any, Segments] = {}
-    for way in ways:
-        distinct.setdefault(tuple((s.calls, s.plan and s.plan.text) for s in way), way)
-    return [*distinct.values()] if any(map(_uses_cudnn, ways)) else []
-
-
-def _engines(
-    site: CudaDevice, name: str, ways: list[Segments], trials: list[Trial]
-) -> Iterator[Segments]:
-    """The fastest way that uses cuDNN with other engines in its largest segment."""
-    seconds = {i: t.seconds for i, t in enumerate(trials) if not t.note}
-    timed = [i for i in seconds if _uses_cudnn(ways[i])]
-    best = min(timed, key=seconds.__getitem__, default=None)
-    if best is None or seconds[best] > _NEAR * min(seconds.values()):
-        return
-    segments = ways[best]
-    at, own = max(enumerate(segments), key=lambda s: (s[1].plan is not None, len(s[1].calls)))
-    assert own.plan is not None
-    try:
-        rows = planner.candidates(own.spec, site, name)
-    except (PlanningError, UnsupportedGraphError):
-        return  # what was measured so far stands
-    for row in rows:
-        engine = {"engine": row.engine, "knobs": row.knobs}
-        if row.supported is False or engine == own.plan.pinned:
-            continue
-        piece = choice.pinned(own.spec, **engine)
-        try:
-            plan = _plan(piece, site, name)
-        except PlanningError as error:  # of this engine alone
-            log.debug("%s: %s is not measured: %s", name, engine, error)
-            continue
-        if isinstance(plan, ExecutionPlan):
-            yield (*segments[:at], replace(own, spec=piece, plan=plan), *segments[at + 1 :])
 
 
 def _device(site: CudaDevice) -> compat.Device:

@@ -41,7 +41,7 @@ MUTATIONS = {
     "a NaN is explained by rounding": ("_core/agreement.py", "exact and math.isfinite(found.worst)", "exact"),
     "integers may differ": ("_core/agreement.py", "if other > follows / _EDGES or", "if other > 1 / _EDGES or"),
     "masks may be another": ("_core/agreement.py", "other = float(of.beyond if rounds else of.other)", "other = float(of.beyond)"),
-    "XLA's faster form where no way is right": ("_core/tuning.py", "return (replace(segment, strict=True),)", "return (segment,)"),
+    "XLA's faster form where no way is right": ("_core/ways.py", "return (replace(segment, strict=True),)", "return (segment,)"),
     "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_APART * i)", "normal"),
     "an overflow explains all differences": ("_core/agreement.py", "*near()[i].finite", "near()[i].relative, near()[i].worst"),
     "squares overflow": ("_core/agreement.py", "jnp.where(top > 0, top, 1)", "1.0"),
