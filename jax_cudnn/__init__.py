@@ -20,7 +20,7 @@ from ._core.implementation import implementation as implementation
 from ._core.later import __dir__ as __dir__
 from ._core.later import __getattr__ as __getattr__
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
-from ._core.transforms.policy import save_cudnn as save_cudnn
+from ._core.primitive import save_cudnn as save_cudnn
 
 if TYPE_CHECKING:  # see _core/later.py
     from . import flax as flax

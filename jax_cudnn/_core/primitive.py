@@ -139,6 +139,20 @@ def _transformed(rule: str, *args: Any, **params: Any) -> Any:
         _line.reset(token)
 
 
+def save_cudnn(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy for ``jax.checkpoint``: saves the results of cuDNN graphs and the residuals that
+    their backwards need, and recomputes everything else.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> block = jax.checkpoint(lambda x: jnp.sin(relu(x)), policy=jc.save_cudnn)
+        >>> jax.grad(lambda x: block(x).sum())(jnp.ones((8, 16))).shape
+        (8, 16)
+    """
+    return primitive is cudnn_p
+
+
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
 # Not cached: a cached lowering does not see that an operand is a transpose. cudnn_local_p's is.

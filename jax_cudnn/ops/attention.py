@@ -16,8 +16,7 @@ from .._core.graph.layout import packed_strides
 from .._core.graph.node import Node, OtherForm, frozen
 from .._core.reasons import Kind, Reason
 from . import attention_extras as extras
-from .attention_base import BOTTOM_RIGHT, Attending
-from .ordered import Ordered
+from .attention_base import BOTTOM_RIGHT, Attending, Ordered
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values

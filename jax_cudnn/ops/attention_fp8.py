@@ -13,8 +13,8 @@ from .._core.graph.dims import Shape
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .._core.reasons import Reason
+from .attention_base import Ordered
 from .attention_fp8_base import TILE, Scaled
-from .ordered import Ordered
 from .scaling import E4M3, E5M2
 
 if TYPE_CHECKING:

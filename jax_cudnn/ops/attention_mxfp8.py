@@ -15,9 +15,9 @@ from .._core.graph.dtypes import E8M0
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .._core.reasons import Reason
+from .attention_base import Ordered
 from .attention_fp8_base import Scaled
 from .mxfp8 import dequantize_mxfp8, scales_shape
-from .ordered import Ordered
 
 if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -15,8 +16,7 @@ import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
 from .calls import ports_of, signature
-from .contract import check_contract
-from .dims import Shape, integers
+from .dims import Dims, Shape, integers
 from .dtypes import (
     beside_integers,
     float32_range,
@@ -307,3 +307,29 @@ def register(cls: N) -> N:
     REGISTRY[cls.method] = cls
     setattr(GraphBuilder, cls.method, Method(cls))
     return cls
+
+
+def check_contract(cls: type[Node]) -> None:
+    """TypeError if a node class violates the contract; sets ``cls.ports``."""
+
+    def check(condition: object, problem: str) -> None:
+        if not condition:
+            raise TypeError(f"node {cls.__name__}: {problem}")
+
+    check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
+    check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
+    check(is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
+    check(cls.reference is not Node.reference, "reference is missing")
+    own = (cls.__dict__.get("__doc__") or "").strip()
+    generated = f"{cls.__name__}("  # what dataclass writes where there is none
+    stripped = sys.flags.optimize > 1  # python -OO removes docstrings
+    check(stripped or (own and not own.startswith(generated)), "docstring is missing")
+    check(cls.examples, "at least one example is needed")
+    cls.ports = Dims.parse(cls.dims, cls.broadcast)
+    letters = {axis for port in cls.ports.inputs for axis in port.axes}
+    check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
+    for example in cls.examples:
+        required = {port.name for port in cls.ports.inputs if not port.optional}
+        fits = required <= {*example.inputs} <= {*cls.ports.input_names}
+        check(fits, "an example's ports are wrong")
+    check(cls.anchor or not cls.product, "a product is an anchor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,12 +14,11 @@ from jax.sharding import PartitionSpec
 
 from ..errors import GraphTypeError, UnsupportedGraphError
 from ..graph.dtypes import E8M0
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, intern
 from ..implementation import CUDNN
 from .batch import NoFold, batch
 from .derived import Derived, Key
 from .linearize import TANGENT, VALUE, linearize
-from .prune import pruned
 from .transpose import COTANGENT, transpose
 
 log = logging.getLogger("jax_cudnn")
@@ -194,3 +194,23 @@ def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         outvars=[v for v, keep in zip(equation.outvars, used, strict=True) if keep],
         params=dict(equation.params, spec=left),
     )
+
+
+@functools.lru_cache(maxsize=2048)
+def pruned(spec: GraphSpec, outputs: tuple[str, ...]) -> GraphSpec:
+    """The graph that computes only these results, from the operands that they need."""
+    needed, calls = {*outputs}, []
+    for call in reversed(spec.calls):
+        if needed & {name for _, name in call.outputs}:
+            calls.insert(0, call)
+            needed |= {name for _, name in (*call.inputs, *call.outputs)}
+    residuals = tuple(name for name in spec.origin.residuals if name in outputs)
+    left = replace(
+        spec,
+        tensors=tuple(t for t in spec.tensors if t.name in needed),
+        calls=tuple(calls),
+        inputs=tuple(name for name in spec.inputs if name in needed),
+        outputs=outputs,
+        origin=replace(spec.origin, residuals=residuals),
+    )
+    return intern(left)
