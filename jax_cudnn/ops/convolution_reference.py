@@ -27,9 +27,10 @@ def convolved(
     """
     if {str(lhs.dtype), str(rhs.dtype)} & {*FP8}:
         # XLA would fuse the conversion into the convolution, and then may find no kernel.
-        lhs, rhs = jax.lax.optimization_barrier((*product_operands(lhs, rhs),))
+        wide = product_operands(lhs, rhs, accumulator=accumulator)
+        lhs, rhs = jax.lax.optimization_barrier((*wide,))
     else:
-        lhs, rhs = product_operands(lhs, rhs)
+        lhs, rhs = product_operands(lhs, rhs, accumulator=accumulator)
 
     def convolve(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
         return jax.lax.conv_general_dilated(

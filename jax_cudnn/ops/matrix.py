@@ -236,7 +236,7 @@ class Matmul(Node):
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
-        A, B = product_operands(A, B)
+        A, B = product_operands(A, B, accumulator=self.accumulator)
         return self._multiplied(A, B, precision)
 
     def xla(  # pyright: ignore[reportIncompatibleMethodOverride]

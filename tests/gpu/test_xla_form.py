@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import all_cases
+from transformations import SMALL, is_float, spec_and_operands
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import NARROW, evaluate
+from jax_cudnn._core.primitive import bind
 
 deviceless = [
     pytest.mark.deviceless,
@@ -322,3 +325,28 @@ def test_gelu_keeps_the_digits_of_small_results():
     u = np.sqrt(2 / np.pi) * (x + 0.044715 * x.astype(np.float64) ** 3)
     got = jc.graph(lambda g, x: g.gelu_approx_tanh(x))(x)
     np.testing.assert_allclose(got, x / (1 + np.exp(-2 * u)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_a_graph_and_its_gradient_have_a_form(case):
+    """Whatever a mesh, a refusal or a measurement leaves to XLA."""
+    spec, operands = spec_and_operands(case, SMALL)
+    floats = [i for i, x in enumerate(operands) if is_float(x)]
+
+    def gradients(*moving):
+        given = {**dict(enumerate(operands)), **dict(zip(floats, moving, strict=True))}
+        results, pull = jax.vjp(lambda *x: bind(spec, case.name, *x), *given.values())
+        return pull(results)
+
+    try:
+        program = jax.make_jaxpr(gradients)(*(operands[i] for i in floats))
+    except (jc.GraphError, jc.GraphTypeError):  # it has no derivative
+        program = jax.make_jaxpr(lambda *x: bind(spec, case.name, *x))(*operands)
+    graphs = [e.params["spec"] for e in program.eqns if e.primitive.name == "cudnn"]
+    assert graphs
+    for graph in graphs:
+        form = functools.partial(evaluate, graph, products=NARROW)
+        made = jax.eval_shape(form, *(aval(*t.shape, dtype=t.dtype) for t in graph.input_tensors))
+        assert [(x.shape, str(x.dtype)) for x in made] == [
+            (t.shape, t.dtype) for t in graph.output_tensors
+        ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -74,13 +74,14 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
     return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
 
 
-def product_operands(*arrays: jax.Array) -> list[jax.Array]:
-    """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider."""
+def product_operands(*arrays: jax.Array, accumulator: Any) -> list[jax.Array]:
+    """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider, float8
+    as wide as the sums."""
     names = {str(array.dtype) for array in arrays}
     if names <= {*INTEGERS}:
         dtype = jax.numpy.dtype("int32")
     elif names & {*FP8}:
-        dtype = jax.numpy.dtype("float32")
+        dtype = jax.numpy.dtype(accumulator)
     else:
         dtype = jax.numpy.result_type(*arrays)
     return [array.astype(dtype) for array in arrays]
