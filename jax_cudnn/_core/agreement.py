@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import GraphError
-from .graph.dtypes import is_floating
-from .graph.reference import applied
-from .graph.spec import Call, GraphSpec
+from .graph.dtypes import FP8, is_floating
+from .graph.spec import GraphSpec
 
-# Products of float32 operands may be rounded to TF32 (10 bits) by either side.
 TF32_EPS = 2.0**-10
+"""Of products of float32 operands, which either side may round so."""
+_APPROXIMATE_EPS = 2.0**-13
+"""Of float32 where nothing is a product: GPUs approximate ``exp`` and ``tanh``."""
 _ROUNDINGS = 4  # of the operands may explain a difference
-_FLIPS = 0.3  # of floats that are rounded to integers may be one off
-_EDGES = 1000  # of so many integers and booleans that follow from floats one may be another
+_MOST = 0.1  # that they may explain of a whole result; more is no comparison
+_FEW, _EDGES = 10_000, 1000  # one of so many floats, or roundings to integers, may be any value
+_SIZES = tuple(2.0**i for i in range(-10, 11))  # of errors that are counted
+_MOST_OF_FP8 = 0.5  # that one element may differ: eps of float8_e5m2 is 0.25
+_FINITE = 0.9  # of the elements of a reference, at least
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,20 @@ def largest(values: Sequence[float]) -> float:
 class Figures(NamedTuple):
     """How one result differs from the expected one.
 
-    ``relative`` and ``worst``: as of a :class:`Difference`; ``finite``: both over the elements that
-    are finite on both sides; ``beyond``: the part of the elements that differ by more than one;
-    ``other``: the part that differs.
+    ``relative`` and ``worst``: as of a :class:`Difference`. ``bias``: of the factor that fits best.
+    ``other``: how many elements differ. ``larger``: how many finite ones by more than each of
+    ``_SIZES``, relative to themselves and the usual size of all. Of the expected one: ``rare``,
+    how many elements are the rarer of zero and not zero; ``told``, whether it tells a right result
+    from others: most of it is finite, and not all of it is one value.
     """
 
     relative: Any
     worst: Any
-    finite: tuple[Any, Any]
-    beyond: Any
+    bias: Any
     other: Any
+    larger: Any
+    rare: Any
+    told: Any
 
 
 @jax.jit
@@ -91,21 +100,31 @@ def figures(got: jax.Array, want: jax.Array) -> Figures:
     """The figures of two arrays of one shape, in float32."""
     a, b = got.astype(jnp.float32), want.astype(jnp.float32)
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # equal infinities are equal
-    beyond = ~same & ~(jnp.abs(a - b) <= 1)
-    top = jnp.max(jnp.where(jnp.isfinite(b), jnp.abs(b), 0), initial=0)
+    other = jnp.sum(~same if jnp.issubdtype(want.dtype, jnp.floating) else got != want)
+    finite = jnp.isfinite(b)
+    top = jnp.max(jnp.where(finite, jnp.abs(b), 0), initial=0)
     unit = jnp.where(top > 0, top, 1)  # else squares would overflow, or be 0
     a, b, tiny = a / unit, b / unit, jnp.finfo(jnp.float32).tiny
-    known = jnp.where(jnp.isfinite(b), b, 0)
-    scale = jnp.sqrt(jnp.mean(known * known))
-
-    def both(error: jax.Array) -> tuple[jax.Array, jax.Array]:
-        parts = error / (jnp.abs(known) + scale + tiny)
-        worst = jnp.max(jnp.where(jnp.isnan(parts), jnp.inf, parts))  # max may drop a NaN
-        return jnp.sqrt(jnp.mean(error * error)) / (scale + tiny), worst
-
+    known = jnp.where(finite, b, 0)
+    square = jnp.mean(known * known)
+    scale = jnp.sqrt(square)
     error = jnp.where(same, 0, jnp.abs(a - b))
-    finite = jnp.where(jnp.isfinite(a) & jnp.isfinite(b), error, 0)
-    return Figures(*both(error), both(finite), jnp.mean(beyond), jnp.mean(got != want))
+    parts = error / (jnp.abs(known) + scale + tiny)
+    usual = jnp.mean(jnp.sqrt(jnp.abs(known))) ** 2  # which few large elements hardly change
+    sizes = error / (jnp.abs(known) + usual + tiny)
+    both = jnp.isfinite(error)
+    bias = jnp.mean(jnp.where(both, (a - b) * known, 0)) / (square + tiny)
+    zero = jnp.sum(b == 0)
+    told = (jnp.mean(finite) >= _FINITE) & ((b.size <= 1) | jnp.any(b != b.reshape(-1)[:1]))
+    return Figures(
+        jnp.sqrt(jnp.mean(error * error)) / (scale + tiny),
+        jnp.max(jnp.where(jnp.isnan(parts), jnp.inf, parts)),  # max may drop a NaN
+        jnp.abs(bias),
+        other,
+        jnp.stack([jnp.sum(both & (sizes > size)) for size in _SIZES]),
+        jnp.minimum(zero, b.size - zero),
+        told,
+    )
 
 
 def tolerance(operands: Sequence[Any], results: Any) -> float:
@@ -127,71 +146,99 @@ def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
+class UntoldError(Exception):
+    """A graph's results for these operands do not tell a right way from a wrong one."""
+
+
 def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence[Figures]]) -> str:
     """How a graph's results, of which these are the :func:`figures`, differ from its reference's by
     more than rounding explains; else empty. ``near`` gives those of the reference for operands that
-    are one rounding away: what cancels is inexact in any arithmetic."""
-    read, made = (
-        [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
-        for side in (spec.input_tensors, spec.output_tensors)
-    )
+    are one rounding away: what cancels is inexact in any arithmetic, and what is rounded to
+    integers, or chosen by a comparison, jumps."""
     for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
-        if not is_floating(tensor.dtype):
-            follows, rounds = _from_floats(spec, tensor.name)
-            other = float(of.beyond if rounds else of.other)
-            if other > follows / _EDGES or (rounds and float(of.other) > _FLIPS):
-                return (
-                    f"{float(of.other):.2%} of its {tensor.dtype} results differ from the reference"
-                )
+        if not of.told:
+            raise UntoldError
+        floats, elements = is_floating(tensor.dtype), math.prod(tensor.shape)
+        limit = _limit(spec, tensor.dtype) if floats else 0.0
+        found = Difference(largest([float(of.relative)]), largest([float(of.worst)]))
+        if floats:
+            few = elements // _FEW
+            right = _is_close(of, found, limit, tensor.dtype, elements)
+        elif _is_exact(spec, tensor.name):
+            if of.other:
+                return f"{int(of.other)} of {elements} elements are others, which nothing rounds"
             continue
-        limit = tolerance(read, made[i])
-        found = _difference(of.relative, of.worst)
-        if found.within(limit):
+        else:
+            few = int(of.rare) / _EDGES
+            right = of.other <= few
+        if right:
             continue
-        other = _difference(*near()[i].finite)  # one that overflows explains nothing of the others
-        exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
-        exact &= found.worst <= max(4 * limit, _ROUNDINGS * other.worst)
-        if not (exact and math.isfinite(found.worst)):  # a rounding explains no NaN
+        moved = near()[i]
+        if floats and not moved.relative <= _MOST:
+            raise UntoldError
+        # Errors of a size are explained by four times as many of half of it.
+        explained = (few + _ROUNDINGS * int(n) for n in (moved.larger[0], *moved.larger[:-1]))
+        right = all(
+            count <= most
+            for size, count, most in zip(_SIZES, of.larger, explained, strict=True)
+            if size >= 4 * limit
+        )
+        if floats:
+            right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)
+            right &= math.isfinite(found.worst)  # a rounding explains no NaN
+        else:
+            right &= of.other <= few + _ROUNDINGS * int(moved.other)
+        if not right:
             return (
-                f"it differs from the reference by {found}, more than {limit:.2g} and than "
-                f"{_ROUNDINGS} roundings of the operands, each of {other}"
+                f"it differs from the reference by {found}, in {int(of.other)} of {elements} "
+                f"elements, more than {limit:.2g} and than {_ROUNDINGS} roundings of the operands, "
+                f"each of {float(moved.relative):.2g} and in {int(moved.other)} elements"
             )
     return ""
 
 
-def _from_floats(spec: GraphSpec, name: str) -> tuple[bool, bool]:
-    """Whether integers or booleans follow from floats, which each side may round in its way, such
-    as the mask of a computed value; and whether they are such floats, rounded to integers."""
-    made, follows, rounds = {name}, False, False
+def _is_close(of: Figures, found: Difference, limit: float, dtype: str, elements: int) -> bool:
+    if not found.within(limit) or (dtype in FP8 and found.worst > _MOST_OF_FP8):
+        return False
+    # A wrong scale is larger than the mean of many roundings.
+    noise = _ROUNDINGS * found.relative / math.sqrt(elements)
+    return dtype not in FP8 or float(of.bias) <= limit / 8 + noise
+
+
+def _limit(spec: GraphSpec, dtype: str) -> float:
+    """The tolerance of a result of a graph."""
+    least = least_eps(spec)
+    halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in FP8)
+    coarsest = 2 * max(least, *map(_eps, halves), 0.0)
+    return max(coarsest, _eps(dtype)) if dtype in FP8 else coarsest
+
+
+def least_eps(spec: GraphSpec) -> float:
+    """The epsilon of a graph's arithmetic in float32."""
+    rounds = any(call.node.anchor for call in spec.calls)
+    return TF32_EPS if rounds and spec.options.precision in (None, "default") else _APPROXIMATE_EPS
+
+
+def _is_exact(spec: GraphSpec, name: str) -> bool:
+    """Whether integers or booleans follow from the operands without any rounding."""
+    made = {name}
     for call in reversed(spec.calls):
         if not made & {result for _, result in call.outputs}:
             continue
-        read = [name for _, name in call.inputs]
-        made |= {*read}
-        follows |= any(is_floating(spec.tensor(name).dtype) for name in read)
-        if (port := next((p for p, result in call.outputs if result == name), None)) is not None:
-            at = call.node.results.index(port)
-            rounds = is_floating(str(_before_rounding(spec, call)[at].dtype))
-    return follows, follows and rounds and spec.tensor(name).dtype != "bool"
+        read = {name for _, name in call.inputs}
+        made |= read
+        node, rounds = call.node, any(is_floating(spec.tensor(name).dtype) for name in read)
+        if rounds and not (node.moves or node.chooses or node.method.startswith("cmp_")):
+            return False
+    return True
 
 
-def _before_rounding(spec: GraphSpec, call: Call) -> Sequence[jax.ShapeDtypeStruct]:
-    avals = {}
-    for port, name in call.inputs:
-        tensor = spec.tensor(name)
-        avals[port] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype))
-    return jax.eval_shape(lambda given: applied(call.node, given), avals)
-
-
-def _difference(relative: Any, worst: Any) -> Difference:
-    return Difference(largest([float(relative)]), largest([float(worst)]))
-
-
-@jax.jit
-def rounded(x: jax.Array) -> jax.Array:
-    """The array with each element one rounding larger or smaller, half of them each."""
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(x: jax.Array, least: float = TF32_EPS) -> jax.Array:
+    """The array with each element one rounding larger or smaller, half of them each; a rounding is
+    at least ``least``."""
     if not is_floating(x.dtype.name) or x.dtype.itemsize < 2:
         return x
-    eps = max(float(jnp.finfo(x.dtype).eps), TF32_EPS)
+    eps = max(float(jnp.finfo(x.dtype).eps), least)
     index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
     return jnp.where(index * np.uint32(2654435769) >> 31 == 0, x * (1 + eps), x * (1 - eps))

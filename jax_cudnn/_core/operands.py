@@ -7,18 +7,21 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from .graph.dtypes import is_floating
+from .graph.dtypes import E8M0, is_floating
 from .graph.spec import GraphSpec, Tensor
 
 _TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
 _APART = 100_003  # places in the tile between the beginnings of two operands
 
 
-def operands(spec: GraphSpec) -> list[np.ndarray]:
-    """Random operands. Indices into other operands are valid: full lengths, offsets at equal
-    distances, pages one after the other."""
+def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
+    """Random operands; floats are normal, or, if ``plain``, positive multiples of 1/4, which have
+    roots and logarithms, and are equal in places. Indices into other operands are valid: full
+    lengths, offsets at equal distances, pages one after the other."""
     generator = np.random.default_rng(0)
     normal = generator.standard_normal(_TILE, np.float32)
+    if plain:
+        normal = np.abs(np.round(4 * normal)) / 4 + 0.25
     values = {
         t.name: _random(t, generator, np.roll(normal, -_APART * i))  # no two are the same numbers
         for i, t in enumerate(spec.input_tensors)
@@ -54,8 +57,10 @@ def operands(spec: GraphSpec) -> list[np.ndarray]:
 def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
     if is_floating(tensor.dtype):
         return np.resize(normal.astype(jnp.dtype(tensor.dtype)), tensor.shape)
+    if tensor.dtype == E8M0:
+        return np.resize(2.0 ** np.clip(np.round(normal), -2, 2), tensor.shape)
     if tensor.dtype == "bool":
-        return np.resize(normal < 0, tensor.shape)
+        return np.resize(generator.random(_TILE) < 0.5, tensor.shape)
     kind = np.iinfo(jnp.dtype(tensor.dtype))
     drawn = generator.integers(kind.min, kind.max, 4099, np.int64 if kind.min else np.uint64)
     return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)

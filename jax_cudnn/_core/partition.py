@@ -26,6 +26,7 @@ from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
 from .package import fingerprint
 from .primitive import Seen, lower_local, lower_reference, observe, observer, title
+from .settings import settings as current
 from .sharding.axes import WHOLE, factors
 from .sharding.work import (
     Note,
@@ -117,8 +118,10 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
     operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
-    ways = [(graph._key, way) for graph, way in WAYS.value]
-    said = repr((spec._key, name, turns, where, ways, values, fingerprint(), jax.__version__))
+    tried = WAYS.value
+    ways = [(graph._key, way) for graph, way in tried]
+    tells = (spec._key, name, turns, where, ways, current().tuning, values)
+    said = repr((*tells, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])
@@ -127,7 +130,6 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     module = mesh_compat.module_platforms(ctx)
     if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
         ffi.register()
-    tried = WAYS.value
     site = _Partitioned(spec, name, mesh, axes, module, target, tried, settings, turns, seen)
     site = _known.setdefault(key, site)
     mesh_compat.keep_alive(ctx, site)

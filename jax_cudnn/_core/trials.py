@@ -76,6 +76,15 @@ class Bench:
         """Begins to compile what compares results, and ``xla``, the graph in XLA alone, if it is a
         way: XLA compiles in other threads while cuDNN plans. Raises MemoryError where the graph is
         too large to be measured beside what is in memory, and what the reference raises."""
+        try:
+            self._open(spec, site, device, xla)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self, spec: GraphSpec, site: CudaDevice, device: Device, xla: Segments | None
+    ) -> None:
         self._spec = spec
         sides = spec.input_tensors, spec.output_tensors
         least = max(roofline(spec, site) or 0.0, 2e-6)
@@ -87,11 +96,11 @@ class Bench:
         self._room = int(_SHARE * _free(site, device)) - given - made - 2 * filler.nbytes
         if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
+        self._device = device
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
         self._in, self._out = ([spec.layout.orders[t.name] for t in side] for side in sides)
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
-        arrays = zip(operands(spec), self._in, strict=True)
-        self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
+        self._put(plain=False)
         self._filler = jax.device_put(filler, device)
         self._best: tuple[_Program, float] | None = None
         reference = _Program.of(self._arranged(functools.partial(evaluate, spec)), *self._operands)
@@ -105,15 +114,24 @@ class Bench:
         self._figures = self._pool.submit(figures.compile)
         self._xla = None if xla is None else self._begun(xla)
 
+    def _put(self, plain: bool) -> None:
+        """Puts operands onto the device."""
+        arrays = zip(operands(self._spec, plain), self._in, strict=True)
+        self._operands = [jax.device_put(x.transpose(order), self._device) for x, order in arrays]
+        self._want: list[jax.Array] = []
+        """The reference's results, once they are there."""
+
     def close(self) -> None:
         """Frees what it holds on the device."""
-        for pool in (self._pool, self._one):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for held in vars(self).values():
+            if isinstance(held, ThreadPoolExecutor):
+                held.shutdown(wait=False, cancel_futures=True)
         vars(self).clear()
 
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
-        turns with the fastest one so far. Raises MemoryError where the reference is too large."""
+        turns with the fastest one so far. Raises MemoryError where the reference is too large, and
+        :class:`.agreement.UntoldError` where it says nothing about others."""
         xla = self._xla
         made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
@@ -121,7 +139,11 @@ class Bench:
         if self._reference.result().memory > self._room:
             raise MemoryError
         wait(made)  # else those that run would disturb XLA's autotuning
-        found = list(map(self._judged, made))
+        try:
+            found = self._compared(made)
+        except agreement.UntoldError:
+            self._put(plain=True)
+            found = self._compared(made)
         right = {i: made[i].result() for i, trial in enumerate(found) if not trial.note}
         for i, seconds in self._times(right).items():
             found[i] = Trial(seconds)
@@ -129,25 +151,30 @@ class Bench:
                 self._best = right[i], seconds
         return found
 
-    @functools.cached_property
-    def _want(self) -> list[jax.Array]:
-        """The reference's results."""
-        return self._reference.result().compiled(*self._operands)
+    def _compared(self, made: Sequence[Future[_Program]]) -> list[Trial]:
+        """What becomes of each program but its time."""
+        reference = self._reference.result().compiled
+        self._want = self._want or reference(*self._operands)  # before any way can write elsewhere
+        found = list(map(self._judged, made))
+        agreement.wrong(self._spec, self._figures_of(reference(*self._operands)), _written)
+        return found
+
+    def _figures_of(self, results: Sequence[jax.Array]) -> list[agreement.Figures]:
+        return jax.device_get(self._figures.result().compiled([*results], self._want))
 
     def _wrong(self, got: Sequence[jax.Array]) -> str:
         """How results differ from the reference's by more than rounding explains; else empty."""
-        reference, figures = self._reference.result(), self._figures.result()
+        reference = self._reference.result()
 
-        def differences(results: Sequence[jax.Array]) -> list[Any]:
-            return jax.device_get(figures.compiled([*results], self._want))
-
-        def near() -> list[Any]:
+        def near() -> list[agreement.Figures]:
             size = sum(x.nbytes for x in (*self._operands, *self._want))
             if size + reference.memory > self._room:
                 raise MemoryError
-            return differences(reference.compiled(*map(agreement.rounded, self._operands)))
+            least = agreement.least_eps(self._spec)
+            moved = (agreement.rounded(x, least) for x in self._operands)
+            return self._figures_of(reference.compiled(*moved))
 
-        return agreement.wrong(self._spec, differences(got), near)
+        return agreement.wrong(self._spec, self._figures_of(got), near)
 
     def _begun(self, segments: Segments) -> Future[_Program]:
         """The program of a way. XLA autotunes its products on the device, so these are compiled
@@ -202,6 +229,8 @@ class Bench:
             return Trial(note=_line(error), wrong=not failure.may_pass(str(error)))
         try:
             wrong = self._wrong(got)
+        except agreement.UntoldError:
+            raise
         except Exception as error:
             if isinstance(error, MemoryError) or failure.may_pass(str(error)):
                 return Trial(note="comparing it needs more memory than measuring may take")
@@ -261,6 +290,10 @@ def idle(device: Device) -> None:
     """Returns once the device has done all that it was given."""
     with jax.default_device(device):
         jax.block_until_ready(jnp.zeros(()) + 1)
+
+
+def _written() -> list[agreement.Figures]:
+    raise RuntimeError("a way of the graph writes into its operands")
 
 
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:

@@ -7,14 +7,13 @@ measures nothing.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from . import compat
+from .agreement import UntoldError
 from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
@@ -29,16 +29,16 @@ from .graph.wire import wire
 from .implementation import AUTO
 from .planning import failure, losses, placement, planner, progress
 from .planning.limits import known_reasons
-from .planning.planned_graph import Measured, Outcome, PlannedSegment, Segments, Way
+from .planning.planned_graph import Measured, Outcome, Segments, Way
 from .planning.single_flight import SingleFlight
 from .planning.split import whole
 from .planning.stored import choice_of, key_text
 from .settings import FAST, FULL, OFF, settings
 from .store import cache
+from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
 from .user_context import WAYS
 from .ways import (
-    CUT,
     first_ways,
     other_engines,
     segments_of,
@@ -79,17 +79,16 @@ class _Spent:
             log.warning(message, *args)
 
 
-class _NotNow(Exception):
-    """Nothing is measured for a reason that may pass: nothing is kept of it."""
+class _NotMeasured(Exception):
+    """A graph is not measured. ``lasts``: nor will it be in this process; else the reason may pass,
+    and nothing is kept of it."""
+
+    def __init__(self, lasts: bool = False) -> None:
+        self.lasts = lasts
 
 
-class _NotHere(_NotNow):
-    """A graph cannot be measured, or not in this process's memory; it does not try again."""
-
-
-_STEPS = "steps 1"  # a key of the plan cache
-_steps: dict[str, int] = {}
-"""The ways that whole steps have chosen, by the digests of their keys."""
+_steps: dict[str, str] = {}
+"""The digests of the ways that whole steps have chosen, by those of their graphs' keys."""
 _known: SingleFlight[Outcome] = SingleFlight()
 _spent = _Spent()
 _measuring = threading.Lock()  # one graph at a time
@@ -120,9 +119,9 @@ def outcome(
 def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
     """What is known of a canonical graph, measured if it is new; None if nothing can be now."""
     try:
-        memo = spec, planner.identity(site), settings().tuning
+        memo = _memo(spec, site, settings().tuning)
         return _known.get(memo, lambda: _stored_or_measured(spec, site, name))
-    except _NotNow:
+    except _NotMeasured:
         return None
 
 
@@ -131,22 +130,20 @@ def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> N
     whole step was fastest with it."""
     found = replace(outcome, taken=way, step=True)
     for level in (FAST, FULL):
-        _known.put((spec, planner.identity(site), level), found)
-    digest = hashlib.sha256(_key(spec, site).encode()).hexdigest()
-    _steps.update({**_stored_steps(), digest: way})
-    cache.replace(_STEPS, {"taken": _steps}, label="what whole steps have chosen")
-    cache.replace(_key(spec, site), asdict(found), label=f"{spec.label}; measured in a step")
+        _known.put(_memo(spec, site, level), found)
+    key, taken = _key(spec, site), repr((found.ways[way].segments, found.ways[way].pinned))
+    _steps[digest(key)] = digest(taken)
+    cache.update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
+    cache.replace(key, asdict(found), label=f"{spec.label}; measured in a step")
 
 
 def steps() -> str:
     """What whole steps have chosen so far, for the text of a program whose plans are made when it
     is partitioned, after it is lowered. Empty in a job, whose processes must lower equal texts."""
-    return "" if jax.process_count() > 1 else repr(sorted({**_stored_steps(), **_steps}.items()))
-
-
-def _stored_steps() -> dict[str, Any]:
-    found = (cache.get(_STEPS) or {}).get("taken")
-    return found if isinstance(found, dict) else {}
+    if jax.process_count() > 1:
+        return ""
+    stored = (cache.get(STEPS) or {}).get("taken", {})
+    return repr(sorted({**stored, **_steps}.items()))
 
 
 def may_measure(spec: GraphSpec) -> bool:
@@ -158,11 +155,19 @@ def may_measure(spec: GraphSpec) -> bool:
 
 
 def _key(spec: GraphSpec, site: CudaDevice) -> str:
-    """What an outcome depends on: XLA's flags for GPUs, too."""
-    flags = {flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag[:10] == "--xla_gpu_"}
-    flags |= {"unoptimized"} if compat.is_unoptimized() else set()
     versions = f"jaxlib {compat.JAXLIB}, driver {kernel_driver()}"
-    return key_text("choice", spec, planner.identity(site), versions, *sorted(flags))
+    return key_text("choice", spec, planner.identity(site), versions, *_flags())
+
+
+def _memo(spec: GraphSpec, site: CudaDevice, level: str) -> Hashable:
+    return spec, planner.identity(site), level, _flags()
+
+
+def _flags() -> tuple[str, ...]:
+    """XLA's flags for GPUs, on which outcomes depend."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    flags = {flag for flag in given if flag.startswith("--xla_gpu_")}
+    return tuple(sorted(flags | ({"unoptimized"} if compat.is_unoptimized() else set())))
 
 
 def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
@@ -183,8 +188,8 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
             return stored
     try:
         made = _measured_in_time(spec, site, name)
-    except _NotNow as error:
-        if stored is None and isinstance(error, _NotHere):
+    except _NotMeasured as error:
+        if stored is None and error.lasts:
             return Outcome(now.tuning)  # for this process alone
         if stored is None:
             raise
@@ -210,7 +215,7 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
                 "sets the limit; what was measured is in the plan cache",
                 limit,
             )
-            raise _NotNow
+            raise _NotMeasured
         began, waited = time.perf_counter(), _spent.waited
         try:
             with progress.planning(f"{name}, measuring"):
@@ -239,15 +244,16 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     slow = level != FULL and known is not None and known.near and known.ratio >= _FAR_SLOWER
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
-    first = first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
-    if first == []:
+    refused = bool(known_reasons(wire(spec)))
+    ways = first_ways(spec, site, name, xla) if refused else []
+    if refused and not ways:
         return Outcome(level)
     bench = None
     try:
         device = _device(site)
         began += _wait(device)
         bench = made = _apart(lambda: Bench(spec, site, device, xla))
-        ways = first or first_ways(spec, site, name, xla)
+        ways = ways or first_ways(spec, site, name, xla)
         if not ways:
             return Outcome(level)
         trials = _apart(lambda: made.trials(ways))
@@ -274,15 +280,18 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
             "decide",
             name,
         )
-        raise _NotNow from error
+        raise _NotMeasured from error
     except MemoryError as error:
         log.info("%s: not measured: too large for what is free of the memory", name)
-        raise _NotHere from error
+        raise _NotMeasured(lasts=True) from error
+    except UntoldError as error:
+        log.info("%s: not measured: random operands do not tell right results from wrong", name)
+        raise _NotMeasured(lasts=True) from error
     except (PlanningError, UnsupportedGraphError):
         raise
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
-        raise (_NotNow if failure.may_pass(str(error)) else _NotHere) from error
+        raise _NotMeasured(lasts=not failure.may_pass(str(error))) from error
     finally:
         if bench is not None:
             bench.close()
@@ -299,7 +308,7 @@ def _chosen(
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
     taken = _fastest(trials)
     if taken is None and not trials[0].wrong:
-        raise _NotNow  # what is taken without a measurement could not be measured, and is not wrong
+        raise _NotMeasured  # what is taken without a measurement was not measured, and is not wrong
     if taken is not None and trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
     timed = ", ".join(f"{what} {t.seconds * 1e6:.1f} us" for what, t in pairs if not t.note)
@@ -307,20 +316,19 @@ def _chosen(
         before, after = trials[0].seconds, trials[taken].seconds
         gain = "" if before == math.inf else f", {after / before:.2f} of the time without measuring"
         log.info("%s: %s%s; measured: %s", name, pairs[taken][0], gain, timed)
-        progress.measured(min(before, 2 * after), after)
-
-    def reason(segment: PlannedSegment, why: str | None) -> str:
-        return f"{CUT}: {timed}" if segment.reason == CUT else why or segment.reason
+        progress.measured(before if before < math.inf else after, after)
 
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
-        why = f"measured: {timed}" if timed and not uses_cudnn(way) else None
+        measured = f"measured: {timed}" if timed else ""
+        why = "" if uses_cudnn(way) else measured
+        cut = measured if len(way) > 1 else ""
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
         made = Way(
             what=what,
             seconds=None if trial.note else trial.seconds,
             note=trial.note,
-            segments=tuple((s.calls, s.plan is None, reason(s, why)) for s in way),
+            segments=tuple((s.calls, s.plan is None, why or s.reason or cut) for s in way),
             pinned=tuple((at, o.engine, o.knobs) for at, o in options if o.engine is not None),
         )
         found.append(made)
@@ -356,7 +364,8 @@ def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
             ):
                 future.set_result(work())
         except BaseException as error:
-            future.set_exception(error)
+            # Without its frames, which hold arrays until the garbage collector comes.
+            future.set_exception(error.with_traceback(None))
 
     threading.Thread(target=run, daemon=True, name="jax_cudnn measuring").start()
     return future.result(seconds)

@@ -17,7 +17,6 @@ from .planning.planned_graph import Outcome, PlannedSegment, Segments, Way
 from .planning.split import Refusal, part, search, whole
 
 log = logging.getLogger("jax_cudnn")
-CUT = "this cut was measured"
 _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
 
 
@@ -69,12 +68,15 @@ def first_ways(
 
     def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
         several = len(piece.calls) > 1
-        return Refusal(CUT) if several else _plan(piece, site, name)
+        return Refusal("") if several else _plan(piece, site, name)
 
-    ways = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
+    ways: list[Segments] = [
+        placement.decide(spec, site, name),
+        placement.cut(spec, site, name, losing=True),
+    ]
     ways[1:1] = [] if xla is None else [xla]
     if len(spec.calls) > 1 and spec.has_anchor:
-        ways.append(search(spec, alone))
+        ways.append(tuple(replace(segment, reason="") for segment in search(spec, alone)))
     distinct: dict[Any, Segments] = {}
     for way in ways:
         distinct.setdefault(tuple((s.calls, s.plan and s.plan.text) for s in way), way)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..errors import JaxCudnnError
 from .cache import PlanCache
-from .entry import LARGEST, NAME, Content, Unusable, checks, decode, read
+from .entry import LARGEST, NAME, STEPS, Content, Unusable, checks, decode, read
 
 
 class Imported(NamedTuple):
@@ -102,7 +102,10 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
             try:
                 content = _content(archive, member)
                 _check(content)
-                if not _is_present(cache, content.key) and cache.add(content) is None:
+                if content.key == STEPS:
+                    cache.update(*content)
+                    taken += 1
+                elif _takes(cache, content):
                     taken += 1
                 else:
                     present += 1
@@ -119,6 +122,16 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
 def _check(content: Content) -> None:
     for check in checks:
         check(content)
+
+
+def _takes(cache: PlanCache, content: Content) -> bool:
+    """Writes an entry that the cache does not have, or that a whole step has chosen."""
+    over = False
+    if _is_present(cache, content.key):
+        over = bool(content.value.get("step")) and not (cache.get(content.key) or {}).get("step")
+        if not over:
+            return False
+    return cache.add(content, over) is None
 
 
 def _is_present(cache: PlanCache, key: str) -> bool:

@@ -54,6 +54,13 @@ def replace(key: str, value: dict[str, Any], label: str = "") -> None:
         cache.replace(key, value, label)
 
 
+def update(key: str, value: dict[str, Any], label: str = "") -> None:
+    """Adds to a value in the configured folder; see ``PlanCache.update``."""
+    cache = _configured()
+    if cache is not None:
+        cache.update(key, value, label)
+
+
 def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
     """Stores a value in the configured folder; see ``PlanCache.put``."""
     cache = _configured()
@@ -132,6 +139,15 @@ class PlanCache:
     def replace(self, key: str, value: dict[str, Any], label: str = "") -> None:
         """Stores a value, in place of another one if there is one, in one step."""
         self._add(Content(key, value, label), over=True)
+
+    def update(self, key: str, value: dict[str, Any], label: str = "") -> None:
+        """Adds the items of dictionaries to those of a stored value, one process at a time."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # replace() says what is wrong
+                self.folder.mkdir(0o700, parents=True, exist_ok=True)
+                stack.enter_context(self._lock())
+            stored = self.get(key) or {}
+            self.replace(key, {k: {**stored.get(k, {}), **v} for k, v in value.items()}, label)
 
     def _add(self, content: Content, over: bool = False) -> dict[str, Any] | None:
         """As :meth:`add`; what cannot be written is said."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 FORMAT = 1
 LARGEST = 2**21  # bytes of an entry, also of its JSON; of 1300 plans the largest has 430 KB
 MOST = 2**16  # values in its JSON, counted by the marks before them; those plans have up to 2300
+STEPS = "steps"  # the key of what whole steps have chosen
 NAME = re.compile(r"([0-9a-f]{64})\.plan")
 _MAGIC = b"jax_cudnn plan"
 _HEADER = re.compile(re.escape(_MAGIC) + rb" (\d{1,9}) ([0-9a-f]{64})\n")

@@ -234,28 +234,85 @@ def test_rounds_give_each_right_way_a_time(fake, monkeypatch):
     assert all(0 < each < 1 for each in seconds.values())
 
 
-def test_what_roundings_of_the_operands_explain_is_right():
-    def off(by, finite=None):
-        finite = by if finite is None else finite
-        return [agreement.Figures(by, by, (finite, finite), 0.0, 1.0)]
-
-    assert agreement.wrong(SPEC, off(1e-4), not_needed) == ""
-    assert agreement.wrong(SPEC, off(0.1), lambda: off(0.03)) == ""
-    assert "4 roundings" in agreement.wrong(SPEC, off(0.1), lambda: off(0.02))
-    assert agreement.wrong(SPEC, off(math.nan), lambda: off(math.inf))
-    assert agreement.wrong(SPEC, off(0.5), lambda: off(math.inf, finite=0.02))
+def compared(spec, wrongly, plain=False):
+    """What is said of the results of a graph, and of the same changed by ``wrongly``."""
+    arrays = [*map(jnp.asarray, trials.operands(spec, plain))]
+    run = jax.jit(lambda *x: evaluate(spec, *bounded(spec, x), products="wide"))
+    want, least = run(*arrays), agreement.least_eps(spec)
+    figures = lambda got: [*map(agreement.figures, got, want)]  # noqa: E731
+    near = lambda: figures(run(*(agreement.rounded(x, least) for x in arrays)))  # noqa: E731
+    right = agreement.wrong(spec, figures(want), near)
+    return right, [agreement.wrong(spec, figures(got), near) for got in wrongly(want)]
 
 
 def test_figures_hold_for_values_of_any_size():
     for size in (1.0, 1e25, 1e-30):
         want = jnp.linspace(1, 2, 1000, dtype="float32") * size
         for got, relative in ((want, 0.0), (want * 0, 1.0), (3 * want, 2.0), (want * 1.01, 0.01)):
-            found = agreement.figures(got, want).relative
-            np.testing.assert_allclose(found, relative, atol=1e-5)
+            found = agreement.figures(got, want)
+            np.testing.assert_allclose(found.relative, relative, atol=1e-5)
+            np.testing.assert_allclose(found.bias, relative, atol=1e-5)
+            assert found.told
         one = agreement.figures(want.at[7].set(jnp.inf), want)
-        assert (one.relative, one.worst, one.finite) == (math.inf, math.inf, (0.0, 0.0))
+        assert (one.relative, one.worst, one.larger[-1], one.other) == (math.inf, math.inf, 0, 1)
         assert agreement.figures(want.at[7].set(jnp.nan), want).worst == math.inf
-        assert agreement.figures(want * 1.01, want.at[7].set(jnp.inf)).finite[0] < 0.02
+    mostly = jnp.where(jnp.arange(100) < 80, 1.0, jnp.nan)
+    for blank in (jnp.ones(100), mostly, jnp.zeros((5, 5), bool)):
+        assert not agreement.figures(blank, blank).told
+
+
+def changed(want):
+    """Results as wrong engines may give them, by name."""
+
+    def tile(y, part):
+        size = max(1, int(y.size * part))
+        return y.ravel().at[y.size // 2 : y.size // 2 + size].set(0).reshape(y.shape)
+
+    ways = {
+        "zeros": jnp.zeros_like,
+        "larger": lambda y: (y * 1.1).astype(y.dtype),
+        "negated": lambda y: ~y if y.dtype == bool else -y,
+        "a tenth of zeros": lambda y: tile(y, 0.1),
+        "a part of zeros": lambda y: tile(y, 0.01),
+    }
+    same = lambda x, y: np.array_equal(*(np.asarray(v, "float32") for v in (x, y)))  # noqa: E731
+    for name, way in ways.items():
+        got = [way(y) for y in want]
+        if not any(same(x, y) for x, y in zip(got, want, strict=True)):
+            yield name, got
+
+
+UNSEEN = {
+    # Products of 32 results differ by powers of ten; one of them is the scale of all.
+    "matmul_product": {"larger", "a tenth of zeros", "a part of zeros"},
+    **{name: {"a part of zeros"} for name in ("mod", "floor", "ceil")},  # they jump in many places
+}
+SURVEY = {case.name.rsplit("_", 2)[0]: case for case in reversed([*all_cases()])}
+
+
+@pytest.mark.parametrize("name", SURVEY)
+def test_wrong_results_of_each_operation_are_seen(name):
+    spec = SURVEY[name].function.trace(*SURVEY[name].avals)[1].spec
+    if spec.xla_only or not spec.is_static:
+        pytest.skip("it is not measured")
+    names = []
+
+    def wrongly(want):
+        for title, got in changed(want):
+            names.append(title)
+            yield got
+
+    for plain in (False, True):
+        names.clear()
+        try:
+            right, found = compared(spec, wrongly, plain)
+        except agreement.UntoldError:
+            continue
+        assert not right
+        unseen = {title for title, why in zip(names, found, strict=True) if not why}
+        assert unseen == UNSEEN.get(name, set())
+        return
+    pytest.skip("its results tell nothing")
 
 
 SWAPPED = [
@@ -271,13 +328,59 @@ SWAPPED = [
 def test_swapped_operands_are_seen(graph, wrongly):
     spec = jc.graph(graph).trace(X, X)[1].spec
     x, y = trials.operands(spec)
-    assert not np.array_equal(x, y)
-    (want,) = evaluate(spec, x, y)
-    (moved,) = evaluate(spec, *map(agreement.rounded, map(jnp.asarray, (x, y))))
-    near = [agreement.figures(moved, want)]
-    got = [agreement.figures(jnp.asarray(wrongly(x, y), want.dtype), want)]
-    assert agreement.wrong(spec, got, lambda: near)
-    assert not agreement.wrong(spec, [agreement.figures(want, want)], lambda: near)
+    right, (swapped,) = compared(spec, lambda w: [[jnp.asarray(wrongly(x, y), w[0].dtype)]])
+    assert not right
+    assert swapped
+
+
+LARGE = jax.ShapeDtypeStruct((512, 512), "float32")
+FP8 = jax.ShapeDtypeStruct((512, 512), "float8_e4m3fn")
+HALF = jax.ShapeDtypeStruct((512, 512), "bfloat16")
+
+
+def first(rows, by=0):
+    def wrongly(want):
+        (y,) = want
+        wrong = (y[:rows].astype("float32") * by).astype(y.dtype)
+        return [[y.at[:rows].set(wrong)]]
+
+    return wrongly
+
+
+WRONG = {
+    "a NaN": (lambda g, x, y: g.add(x, y), first(1, jnp.nan), LARGE),
+    "roots": (lambda g, x, y: g.matmul(g.sqrt(x), y), first(512, 1.5), LARGE),
+    "poles": (lambda g, x, y: g.tan(g.add(x, y)), first(512), LARGE),
+    "jumps": (lambda g, x, y: g.binary_select(x, y, g.cmp_gt(x, 0.5)), first(6), HALF),
+    "quantized": (lambda g, x, y: g.mul(x, 0.3).set_data_type("int8"), first(512), LARGE),
+    "mask": (lambda g, x, y: g.cmp_gt(x, 3.3), first(512), LARGE),
+    "equal": (lambda g, x, y: g.cmp_eq(x, y), first(512), LARGE),
+    "float8": (lambda g, x, y: g.mul(x, y).set_data_type("float8_e5m2"), first(512, 1.4), LARGE),
+    "float8 rows": (lambda g, x, y: g.mul(x, y).set_data_type(FP8.dtype), first(30), LARGE),
+    "16 bits": (
+        lambda g, x, y: g.gelu(g.add(x, y)),
+        lambda w: [[w[0].astype("bfloat16").astype("float32")]],
+        LARGE,
+    ),
+    "TF32": (
+        lambda g, x, y: g.matmul(x, y),
+        lambda w: [[w[0].astype("bfloat16").astype("float32")]],
+        LARGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_is_seen(name):
+    graph, wrongly, aval = WRONG[name]
+    precision = "highest" if name == "TF32" else None
+    spec = jc.graph(graph, precision=precision).trace(aval, aval)[1].spec
+    try:
+        right, (found,) = compared(spec, wrongly)
+    except agreement.UntoldError:
+        right, (found,) = compared(spec, wrongly, plain=True)
+    assert not right
+    assert found
 
 
 def not_needed():
@@ -288,43 +391,73 @@ BYTES = jax.ShapeDtypeStruct((10, 10), "int8")
 
 
 @pytest.mark.parametrize(
-    ("function", "avals", "allowed"),
+    ("function", "avals", "exact"),
     [
-        (lambda g, x, y: g.add(x, y), (BYTES, BYTES), "nothing"),
-        (lambda g, x, y: g.matmul(x, y), (BYTES, BYTES), "nothing"),
-        (lambda g, x, y: g.add(x, y).set_data_type("int8"), (X, X), "off by one"),
-        (lambda g, x, y: g.cmp_gt(g.add(x, y), y), (X, X), "one of 1000"),
-        (lambda g, x, y: g.add(x, y).set_data_type("bool"), (X, X), "one of 1000"),
-        (lambda g, x, y: g.gen_index(g.add(x, y), axis=1), (X, X), "one of 1000"),
+        (lambda g, x, y: g.add(x, y), (BYTES, BYTES), True),
+        (lambda g, x, y: g.matmul(x, y), (BYTES, BYTES), True),
+        (lambda g, x, y: g.cmp_gt(x, y), (X, X), True),
+        (lambda g, x, y: g.add(x, y).set_data_type("int8"), (X, X), False),
+        (lambda g, x, y: g.cmp_gt(g.add(x, y), y), (X, X), False),
+        (lambda g, x, y: g.add(x, y).set_data_type("bool"), (X, X), False),
+        (lambda g, x, y: g.gen_index(g.add(x, y), axis=1), (X, X), False),
     ],
-    ids=["integers", "products", "rounded", "mask", "boolean", "index"],
+    ids=["integers", "products", "comparison", "rounded", "mask", "boolean", "index"],
 )
-def test_integers_are_equal_unless_rounded_floats_explain_it(function, avals, allowed):
+def test_integers_are_equal_unless_rounded_floats_explain_it(function, avals, exact):
     spec = jc.graph(function).trace(*avals)[1].spec
     (result,) = spec.output_tensors
-    want = jnp.zeros((100, 20), result.dtype)
+    want = (jnp.arange(2000).reshape(100, 20) % 2).astype(result.dtype)
 
     def right(got):
         figures = jax.device_get(agreement.figures(got.astype(result.dtype), want))
-        return not agreement.wrong(spec, [figures], not_needed)
+        return not agreement.wrong(spec, [figures], lambda: [agreement.figures(want, want)])
 
     assert right(want)
-    assert right(want.at[0, 0].set(jnp.ones((), want.dtype))) == (allowed != "nothing")
-    assert right(want.at[::5].set(jnp.ones((), want.dtype))) == (allowed == "off by one")
-    assert not right(want + 1)  # all of them: it is no rounding
-    assert not right(want.at[::5].set(2)) or result.dtype == "bool"
+    assert right(want.at[0, 0].set(jnp.ones((), want.dtype))) == (not exact)
+    assert not right(want.at[0].set(jnp.ones((), want.dtype)))
 
 
 def test_each_result_has_the_tolerance_of_its_dtype():
     spec = jc.graph(lambda g, x, y: (g.add(x, y), g.mul(x, y).set_data_type("float8_e5m2")))
     spec = spec.trace(X, X)[1].spec
-    off, right = (agreement.Figures(x, x, (x, x), 0.0, 1.0) for x in (0.1, 0.0))
-    near = lambda: [right, right]  # noqa: E731
-    of_type = {t.dtype: i for i, t in enumerate(spec.output_tensors)}
-    assert agreement.wrong(spec, [off if i == of_type["float32"] else right for i in (0, 1)], near)
-    assert not agreement.wrong(
-        spec, [right if i == of_type["float32"] else off for i in (0, 1)], near
-    )
+    steps = {t.dtype: 0.02 if "8" in t.dtype else 1e-5 for t in spec.output_tensors}
+
+    def off(want):
+        noise = jax.random.normal(jax.random.key(0), X.shape) * 4
+        return [
+            (y.astype("float32") * (1 + noise * steps[t.dtype])).astype(y.dtype)
+            for t, y in zip(spec.output_tensors, want, strict=True)
+        ]
+
+    both = lambda want: [off(want), [(y * 1.1).astype(y.dtype) for y in want]]  # noqa: E731
+    right, (small, large) = compared(spec, both)
+    assert not right
+    assert not small
+    assert large
+
+
+def test_an_engine_that_writes_into_operands_is_seen(fake, monkeypatch, caplog):
+    judged = trials.Bench._judged
+
+    def damages(bench, begun):
+        trial = judged(bench, begun)
+        if bench._xla is begun:  # the last one
+            bench._operands = [0.5 * x for x in bench._operands]
+        return trial
+
+    monkeypatch.setattr(trials.Bench, "_judged", damages)
+    assert not taken()[1].measured
+    assert "writes into its operands" in caplog.text
+
+
+def test_results_that_tell_nothing_are_not_measured(fake, caplog):
+    def blank(g, x, y):
+        return g.add(g.log(g.sub(g.mul(x, 0.0), 1.0)), y)
+
+    with caplog.at_level("INFO", "jax_cudnn"):
+        assert not taken(jc.graph(blank).trace(X, X)[1].spec)[1].measured
+    assert "do not tell right results from wrong" in caplog.text
+    assert taken(jc.graph(lambda g, x, y: g.add(g.log(x), y)).trace(X, X)[1].spec)[1].measured
 
 
 def test_a_second_process_measures_nothing_and_plans_the_same(fake):
@@ -384,7 +517,7 @@ def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkey
         assert not taken()[1].measured
         waited.append(time.perf_counter() - began)
     assert waited[0] >= 0.3
-    assert max(waited[2:]) < 0.3  # the limit of all graphs is reached: a tenth of a second each
+    assert max(waited[2:]) < waited[0]  # the limit of all graphs is reached: a tenth of a second
     assert caplog.text.count("the GPU was busy") == 1
     assert tuning._spent.seconds < 0.2  # waiting is not measuring
 
@@ -568,17 +701,12 @@ def test_a_stored_outcome_of_wrong_values_is_not_read(fake, change):
         stored.choice_of(data | change, canonical)
 
 
-INDEXING = [
-    case
-    for case in all_cases()
-    if any(call.node.integers for call in case.function.trace(*case.avals)[1].spec.calls)
-]
-
-
-@pytest.mark.parametrize("case", INDEXING, ids=lambda case: case.name)
-def test_operands_are_valid_for_their_ports(case):
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("case", SURVEY.values(), ids=SURVEY)
+def test_operands_are_valid_for_their_ports(case, plain):
     spec = case.function.trace(*case.avals)[1].spec
-    drawn = trials.operands(spec)
+    drawn = trials.operands(spec, plain)
+    assert all(np.isfinite(np.asarray(x, "float32")).all() for x in drawn)
     for x, kept, tensor in zip(drawn, bounded(spec, drawn), spec.input_tensors, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(kept), tensor.name)
     for call in spec.calls:

@@ -9,6 +9,8 @@ import jax_cudnn as jc
 from jax_cudnn._core import auto, compat, context, tuning
 from jax_cudnn._core.plans import tune
 from jax_cudnn._core.sharding import work
+from jax_cudnn._core.store import archive
+from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.user_context import WAYS
 
 
@@ -143,6 +145,11 @@ def test_on_a_mesh_each_choice_is_another_program(fake, monkeypatch):  # noqa: F
         with WAYS.entered(((spec, way),)):
             kept.append(function.lower(x).compile())
     assert seen == [((spec, 0),), ((spec, 1),)]
+    for level in ("off", "full"):
+        jc.configure(tuning=level)
+        kept.append(jax.jit(lambda x: gelu(x, x).sum()).lower(x).compile())
+    assert len(seen) == 4
+    jc.configure(tuning="fast")
     taken(spec)
     before = tuning.steps()
     tuning.remember(spec, GPU, tuning.measurement(spec, GPU, "f"), 1)
@@ -150,8 +157,34 @@ def test_on_a_mesh_each_choice_is_another_program(fake, monkeypatch):  # noqa: F
     chosen = tuning.steps()
     auto.clear()  # and in the next process
     assert tuning.steps() == chosen
+    other = spec_of(*[jax.ShapeDtypeStruct((16, 8), "float32")] * 2).for_planning.canonical()
+    taken(other)
+    tuning.remember(other, GPU, tuning.measurement(other, GPU, "f"), 1)
+    auto.clear()
+    assert tuning.steps().count("',") == 2  # of both
+    assert chosen[1:-1] in tuning.steps()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert tuning.steps() == ""
+
+
+def test_an_import_brings_what_a_step_has_chosen(fake, tmp_path):  # noqa: F811
+    spec = spec_of(*[jax.ShapeDtypeStruct((32, 8), "float32")] * 2)
+    canonical, there = spec.for_planning.canonical(), tmp_path / "there"
+    assert taken(spec)[0] == "eng0"
+    found = tuning.measurement(canonical, GPU, "f")
+    (xla,) = [i for i, way in enumerate(found.ways) if way.in_xla]
+    tuning.remember(canonical, GPU, found, xla)
+    chosen = tuning.steps()
+    archive.export(PlanCache(tmp_path), tmp_path / "file.zip")
+    for known in (True, False):
+        auto.clear()
+        jc.configure(plan_cache=there)
+        if known:
+            assert taken(spec)[0] == "eng0"
+            auto.clear()
+        archive.import_(PlanCache(there), tmp_path / "file.zip")
+        assert taken(spec)[0] == "XLA"
+        assert tuning.steps() == chosen
 
 
 def test_what_was_taken_stays_after_an_interruption(stood_in, monkeypatch):
