@@ -159,11 +159,15 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
         if not of.told:
             raise UntoldError
         floats, elements = is_floating(tensor.dtype), math.prod(tensor.shape)
-        limit = _limit(spec, tensor.dtype) if floats else 0.0
         found = Difference(largest([float(of.relative)]), largest([float(of.worst)]))
+        limit, worst, bias = 0.0, 0.0, math.inf
         if floats:
-            few = elements // _FEW
-            right = _is_close(of, found, limit, tensor.dtype, elements)
+            few, limit = elements // _FEW, _limit(spec, tensor.dtype)
+            worst = 4 * limit
+            if tensor.dtype in FP8:  # a wrong scale is larger than the mean of many roundings
+                worst = min(worst, _MOST_OF_FP8)
+                bias = limit / 8 + _ROUNDINGS * found.relative / math.sqrt(elements)
+            right = found.relative <= limit and found.worst <= worst and float(of.bias) <= bias
         elif _is_exact(spec, tensor.name):
             if of.other:
                 return f"{int(of.other)} of {elements} elements are others, which nothing rounds"
@@ -181,13 +185,11 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
         right = all(
             count <= most
             for size, count, most in zip(_SIZES, of.larger, explained, strict=True)
-            if size >= 4 * limit
+            if size >= worst
         )
         if floats:
-            right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)
-            right &= math.isfinite(found.worst)  # a rounding explains no NaN
-        else:
-            right &= of.other <= few + _ROUNDINGS * int(moved.other)
+            right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)  # not if it is NaN
+            right &= float(of.bias) <= bias + _ROUNDINGS * float(moved.bias)
         if not right:
             return (
                 f"it differs from the reference by {found}, in {int(of.other)} of {elements} "
@@ -195,14 +197,6 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
                 f"each of {float(moved.relative):.2g} and in {int(moved.other)} elements"
             )
     return ""
-
-
-def _is_close(of: Figures, found: Difference, limit: float, dtype: str, elements: int) -> bool:
-    if not found.within(limit) or (dtype in FP8 and found.worst > _MOST_OF_FP8):
-        return False
-    # A wrong scale is larger than the mean of many roundings.
-    noise = _ROUNDINGS * found.relative / math.sqrt(elements)
-    return dtype not in FP8 or float(of.bias) <= limit / 8 + noise
 
 
 def _limit(spec: GraphSpec, dtype: str) -> float:

@@ -356,6 +356,11 @@ WRONG = {
     "mask": (lambda g, x, y: g.cmp_gt(x, 3.3), first(512), LARGE),
     "equal": (lambda g, x, y: g.cmp_eq(x, y), first(512), LARGE),
     "float8": (lambda g, x, y: g.mul(x, y).set_data_type("float8_e5m2"), first(512, 1.4), LARGE),
+    "float8 larger": (
+        lambda g, x, y: g.mul(x, y).set_data_type("float8_e5m2"),
+        first(512, 1.1),
+        LARGE,
+    ),
     "float8 rows": (lambda g, x, y: g.mul(x, y).set_data_type(FP8.dtype), first(30), LARGE),
     "16 bits": (
         lambda g, x, y: g.gelu(g.add(x, y)),
