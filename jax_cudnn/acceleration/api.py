@@ -131,8 +131,9 @@ class Accelerated:
         if where is not None:
             found, arrays = self._found(args, kwargs, where)
             if found.program.holds_regions:
-                results = found.program.run(*found.consts, *arrays)
-                return jax.tree.unflatten(found.tree, results)
+                results = iter(found.program.run(*found.consts, *arrays))
+                leaves = (next(results) if x is _ARRAY else x for x in found.results)
+                return jax.tree.unflatten(found.tree, leaves)
         return self._fn(*args, **kwargs)
 
     def report(self, *args: Any, gpu: str | Profile | None = None, **kwargs: Any) -> Found:
@@ -170,7 +171,7 @@ class Accelerated:
         leaves, structure = jax.tree.flatten((self._fn, args, kwargs))
         places = [i for i, x in enumerate(leaves) if _is_array(x)]
         arrays = [leaves[i] for i in places]
-        rest = tuple((i, type(x), x) for i, x in enumerate(leaves) if not _is_array(x))
+        rest = tuple((i, _said(x)) for i, x in enumerate(leaves) if not _is_array(x))
         avals = tuple(map(compat.aval_of, arrays))
         key = structure, avals, rest, where, compat.trace_context()
         try:
@@ -178,11 +179,12 @@ class Accelerated:
         except TypeError:  # an argument is not hashable
             key = found = None
         if found is None:
-            closed, tree = _traced(self._fn, leaves, places, structure, avals)
-            program, missed = search(closed, self._kinds, self._strict)
+            closed, results, tree = _traced(self._fn, leaves, places, structure, avals)
+            kinds = () if any(map(_is_symbolic, avals)) else self._kinds
+            program, missed = search(closed, kinds, self._strict)
             if where is not None:
                 choice.decide(program, where)
-            found = _Found(program, missed, closed.consts, tree)
+            found = _Found(program, missed, closed.consts, results, tree)
             if key is not None and not closed.consts:  # which the function may read anew
                 if len(self._known) >= _MOST:
                     self._known.clear()
@@ -194,7 +196,12 @@ class _Found(NamedTuple):
     program: Program
     missed: Missed
     consts: list[Any]
+    results: list[Any]
+    """The leaves of the results: ``_ARRAY``, or what is no array."""
     tree: Any
+
+
+_ARRAY = object()
 
 
 def _flatten(fast: Accelerated) -> Any:
@@ -213,7 +220,8 @@ jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
 
 
 def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
-    """The jaxpr of a function of arrays, and the structure of its results."""
+    """The jaxpr of a function of arrays, the leaves of its results, and their structure."""
+    told: list[Any] = []
 
     @functools.wraps(fn, updated=())  # errors of JAX name it, and its line
     def flat(*arrays: Any) -> Any:
@@ -221,10 +229,12 @@ def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals
         for i, x in zip(places, arrays, strict=True):
             given[i] = x
         function, args, kwargs = jax.tree.unflatten(structure, given)
-        return function(*args, **kwargs)
+        results, tree = jax.tree.flatten(function(*args, **kwargs))
+        told[:] = [_ARRAY if _is_array(x) else x for x in results], tree
+        return [x for x in results if _is_array(x)]
 
-    closed, shape = jax.make_jaxpr(flat, return_shape=True)(*avals)
-    return closed, jax.tree.structure(shape)
+    closed = jax.make_jaxpr(flat)(*avals)
+    return closed, *told
 
 
 def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[Program, Missed]:
@@ -240,16 +250,25 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
         taken: set[Equation] = set()
         for module in (attention, epilogues, norms):
             try:
-                inner.found += module.find(inner, kinds, taken, missed)
+                for region in module.find(inner, kinds, taken, missed):
+                    if not (strict and region.rounds):
+                        inner.add(region)
             except Exception as error:  # the function then runs as it was
                 choice.log.warning(choice.FAILED, f"look at {module.__name__}", exc_info=error)
-        inner.found = [
-            region
-            for region in inner.found
-            if not inner.splits_a_derivative(region) and not (strict and region.rounds)
-        ]
     return program, missed
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    """Whether a leaf is an array of JAX or NumPy, but not of strings or objects."""
+    kind = getattr(getattr(leaf, "dtype", "O"), "kind", "")
+    return hasattr(leaf, "shape") and kind not in ("O", "S", "U", "M", "m")
+
+
+def _said(leaf: Any) -> Any:
+    """What distinguishes an argument that is not an array: 1 from True, and 0.0 from -0.0."""
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+
+def _is_symbolic(aval: Any) -> bool:
+    """Whether a dimension is known in a run alone, as in an export for any batch."""
+    return not all(isinstance(size, int) for size in getattr(aval, "shape", ()))

@@ -82,7 +82,7 @@ def _region(program: Program, follower: Follower) -> Region:
     if not outs:
         raise Unclear(*follower.dropped[:1])
     last = min(outs, key=lambda v: v.made_by.at if v.made_by else 0)
-    while last not in program.outs and len(last.users) == 1:
+    while not program.is_read(last) and len(last.users) == 1:
         after = last.users[0].outs
         if len(after) != 1 or after[0] not in outs:
             break
@@ -239,6 +239,8 @@ def _built(
             mean = va.mean(2 if heads_first else 1, keepdims=True)
             blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
             out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
+        if v.factor != 1:
+            out = out * jnp.asarray(v.factor, out.dtype)
         axes = [*f.order(f.query, heads_first), *(("E", j) for j in range(len(v_free)))]
         return _from_heads(out.astype(last.dtype), f, axes, out_dims, second, v_free, side, last)
 

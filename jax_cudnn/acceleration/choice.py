@@ -4,7 +4,7 @@ forward and backward together where the region is differentiated."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def decide(program: Program, where: Site) -> None:
 
 
 def _decide(region: Region, where: Site) -> None:
-    avals = [value.aval for value in region.inputs]
+    avals = _of_one_device(value.aval for value in region.inputs)
     try:
         with compat.in_place_of(None, region.first.written):
             fused = jax.make_jaxpr(region.emit)(*avals)
@@ -60,27 +60,41 @@ def _decide(region: Region, where: Site) -> None:
         return
     region.outcome = refusal(fused, where)
     region.gain = "" if region.outcome else _gain(fused, where)
-    region.emit = _either(region.original, fused, where)
+    region.emit = _either(region.original, region.emit, fused, where)
 
 
-def _either(original: Callable[..., Any], jaxpr: Any, where: Site) -> Callable[..., Any]:
-    """The fused function of a jaxpr, with the derivative of the original equations where cuDNN does
-    not run forward and backward."""
+def _either(
+    original: Callable[..., Any], emit: Callable[..., Any], jaxpr: Any, where: Site
+) -> Callable[..., Any]:
+    """The fused function, of which ``jaxpr`` is one device's, with the derivative of the original
+    equations where cuDNN does not run forward and backward."""
 
     @jax.custom_jvp
     def region(*operands: Any) -> Any:
+        if any(compat.varying_axes(jax.typeof(x)) for x in operands):
+            return emit(*operands)  # its equations are of the mesh around
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
         given = [primals[i] for i in moving]
-        avals = [jax.typeof(x) for x in primals]
+        avals = _of_one_device(map(jax.typeof, primals))
         function = original if refusal(_pair(region.fun, avals, moving), where) else region.fun
         return jax.jvp(_of(function, primals, moving), given, [tangents[i] for i in moving])
 
     region.defjvp(rule, symbolic_zeros=True)
     return region
+
+
+def _of_one_device(avals: Iterable[Any]) -> list[Any]:
+    """Abstract values without the mesh axes over which they vary, inside of shard_map."""
+    return [
+        jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if compat.varying_axes(aval)
+        else aval
+        for aval in avals
+    ]
 
 
 def _pair(function: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int]) -> Any:

@@ -127,7 +127,7 @@ def _as_held(
 def _turned(program: Program, product: Equation, lefts: int) -> Equation | None:
     """The transpose that moves the dimensions of the left operand behind those of the right one."""
     (out,) = product.outs
-    if out in program.outs or len(out.users) != 1 or out.users[0].name != "transpose":
+    if program.is_read(out) or len(out.users) != 1 or out.users[0].name != "transpose":
         return None
     (after,), rank = out.users, len(out.shape)
     order = (*range(lefts, rank), *range(lefts))
@@ -215,7 +215,7 @@ def _epilogue(
     program: Program, found: _Epilogue, features: frozenset[int], taken: set[Equation]
 ) -> _Epilogue:
     """What follows a product that cuDNN fuses."""
-    while found.last.users and found.last not in program.outs:
+    while found.last.users and not program.is_read(found.last):
         users = {*found.last.users}
         if len(users) == 1:
             (user,) = users

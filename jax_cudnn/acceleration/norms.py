@@ -247,7 +247,7 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
     root, axes = follower.root, follower.axes
     norms = [v for v, s in follower.states.items() if s.kind == NORM]
     last = min(norms, key=lambda v: v.made_by.at if v.made_by else 0)
-    while last not in program.outs and len({*last.users}) == 1:
+    while not program.is_read(last) and len({*last.users}) == 1:
         after = last.users[0].outs[0] if len(last.users[0].outs) == 1 else None
         if after not in norms or last.users[0].name in LAYOUT:
             break

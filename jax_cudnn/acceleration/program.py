@@ -92,6 +92,8 @@ class Program:
         self.equations: list[Equation] = []
         self.found: list[Region] = []
         self.regions: list[Region] = []  # those of them that are replaced
+        self._operands: set[Value] = set()  # of those that are found
+        self._inside: set[Value] = set()  # what is in them, but their results
         env: dict[Any, Value] = {}
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             array = None if isinstance(const, jax.core.Tracer) else const
@@ -147,7 +149,7 @@ class Program:
             for program in equation.inner.values():
                 yield from program.programs
 
-    def splits_a_derivative(self, region: Region) -> bool:
+    def _splits_a_derivative(self, region: Region) -> bool:
         """Whether a function with a derivative of its own is replaced in part."""
         calls = {c for e in region.equations for c in e.calls if c.eqn.primitive.name == CUSTOM}
         return bool(calls) and any(
@@ -158,7 +160,22 @@ class Program:
 
     def used_outside(self, region: set[Equation], value: Value) -> bool:
         """Whether a value is read by other equations than these, or is a result."""
-        return value in self.outs or any(user not in region for user in value.users)
+        return self.is_read(value) or any(user not in region for user in value.users)
+
+    def is_read(self, value: Value) -> bool:
+        """Whether a value is a result, or an operand of a region that is found already."""
+        return value in self.outs or value in self._operands
+
+    def add(self, region: Region) -> None:
+        """Adds a region that was found, unless it reads what is inside of another one, or the other
+        way round, or is a part of a function with a derivative of its own."""
+        inside = {v for e in region.equations for v in e.outs} - {region.output}
+        reads = {*region.inputs}
+        if reads & self._inside or inside & self._operands or self._splits_a_derivative(region):
+            return
+        self.found.append(region)
+        self._inside |= inside
+        self._operands |= reads
 
     def run(self, *arrays: Any) -> list[Any]:
         """The results, for constants and inputs. An equation that only a replaced one needed is

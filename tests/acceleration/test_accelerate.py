@@ -433,3 +433,107 @@ def test_inside_of_shard_map_regions_are_found_too():
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         error = np.linalg.norm(a.astype("float32") - b.astype("float32"))
         assert error <= 0.05 * np.linalg.norm(a.astype("float32"))
+
+
+def same(fn, *args, grads=True, tolerance=2e-5):
+    """That a function and the same replaced for a GPU agree, and their gradients; what is found."""
+    fast = jc.accelerate(fn)
+
+    def total(f):
+        return lambda *x: sum(jnp.sin(y.astype("float32")).sum() for y in jax.tree.leaves(f(*x)))
+
+    places = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
+    runs = [lambda f: jax.jit(f)(*args)]
+    runs += [lambda f: jax.jit(jax.grad(total(f), places))(*args)] * grads
+    with jc.target("H200"):
+        for run in runs:
+            for want, got in zip(*map(jax.tree.leaves, (run(fn), run(fast))), strict=True):
+                want, got = (np.asarray(x, np.float32) for x in (want, got))
+                assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want) + 1e-6
+        regions = fast.report(*args).to_json()["regions"]
+    return [r["kind"] for r in regions if r["runs_on"] == "cuDNN"]
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1, 1), (1, 3, 1), (1, 1, 0.5), (2, 1, -0.25)])
+def test_scales_of_queries_keys_and_values(scales):
+    def scaled(q, k, v):
+        return attend(*(s * x for s, x in zip(scales, (q, k, v), strict=True)))
+
+    args = half(*[SHAPE] * 3)
+    assert same(scaled, *args, tolerance=0.03) == ["attention"]
+
+
+def _pooled(x, w, q):
+    scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q[None], x[None]))
+    return jax.nn.gelu(x @ w + jnp.einsum("bts,bsd->btd", scores, x[None])[0])
+
+
+def _normed(x, w, b):
+    y = (jnp.dot(x, w, preferred_element_type="float32") + b).astype("bfloat16").astype("float32")
+    return y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+
+
+TOGETHER = {
+    "a scaled query": lambda x, w, b: jax.nn.softmax(((x @ w + b) / 8) @ x.T) @ x,
+    "in a loop": lambda x, w, b: jax.lax.scan(
+        lambda c, _: (jax.nn.softmax(((c @ w + b) / 8) @ x.T) @ x, None), x, None, 2
+    )[0],
+    "a bias": lambda x, w, b: _pooled(x, w, b[None]),
+    "a norm of a cast product": _normed,
+    "values": lambda x, w, b: jax.nn.softmax(x @ x.T / 8) @ ((x @ w + b) * 0.5),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_regions_that_meet(name):
+    x, w, b = half((64, 64), (64, 64), (64,))
+    assert same(TOGETHER[name], x, 0.1 * w, b, tolerance=0.05, grads=name != "a bias")
+
+
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("what", ["attention", "product"])
+def test_around_a_shard_map_with_replicated_operands(what, around):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def attention(q, k, b):
+        seen = jnp.tril(jnp.ones((len(q), len(k)), bool))
+        return jax.nn.softmax(jnp.where(seen, q @ k.T / 8, -1e30)) @ k + b
+
+    product = lambda x, w, b: jax.nn.gelu(x @ w + b)  # noqa: E731
+    fn = {"attention": attention, "product": product}[what]
+    of = lambda f: jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))  # noqa: E731
+    x, w, b = half((256, 64), (64, 64), (64,))
+    args = x, 0.1 * w, b
+    if around:
+        assert same(of(fn), *args, tolerance=0.05) == [what]
+        return
+    total = lambda f: lambda *a: (of(f)(*a).astype("float32") ** 2).sum()  # noqa: E731
+    with jc.target("H200"):
+        want, got = (jax.jit(jax.grad(total(f), (0, 1, 2)))(*args) for f in (fn, jc.accelerate(fn)))
+    for a, c in zip(want, got, strict=True):
+        a, c = (np.asarray(x, np.float32) for x in (a, c))
+        assert np.linalg.norm(a - c) <= 0.05 * np.linalg.norm(a)
+
+
+def test_what_is_no_array_is_passed_as_it_is():
+    @jc.accelerate
+    def told(x, names, sign):
+        return {"y": jax.nn.gelu(x @ x.T + len(names)), "name": names[0], "n": 3}, None, sign
+
+    x, names = half((64, 64))[0], np.array(["a", "b"])
+    with jc.target("H200"):
+        for sign in (0.0, -0.0, 0):
+            found, none, back = told(x, names, sign)
+            assert (found["name"], found["n"], none) == ("a", 3, None)
+            assert isinstance(found["y"], jax.Array)
+            assert (repr(back), type(back)) == (repr(sign), type(sign))
+
+
+def test_of_symbolic_shapes_a_function_runs_as_it_is():
+    fast = jc.accelerate(lambda x, w, b: jax.nn.gelu(x @ w + b))
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n,64"), "float32")
+    w, b = arrays((64, 64), (64,))
+    with jc.target("H200"):
+        made = jax.export.export(jax.jit(fast), platforms=["cuda"])(x, w, b)
+        assert "custom_call @jax_cudnn" not in made.mlir_module()
+        assert not fast.report(x, w, b).to_json()["regions"]

@@ -199,6 +199,9 @@ STEPS = (
 )
 
 
+SCALES = [(1, 1, 1), (0.125, 1, 1), (1, 0.5, 1), (0.25, 1, 0.5)]
+
+
 def _random_program(seed):
     """A random function of four arrays, from operations that regions are made of."""
     noise = np.random.default_rng(seed)
@@ -250,7 +253,11 @@ def _random_program(seed):
                 z = x @ y / 4 * [1.0, 0.5][draw % 2] + values[draw % 3][0]
                 new = f[draw % len(f)](z + y if draw % 3 else z)
             elif kind == "head":
-                z = jnp.einsum("ij,kj->ik", jnp.clip(x, -2, 2), jnp.clip(y, -2, 2))
+                q, k, v = x, y, values[(draw // 3) % len(values)]
+                if draw % 3:
+                    q, k = jnp.clip(q, -2, 2), jnp.clip(k, -2, 2)
+                q, k, v = (s * z for s, z in zip(SCALES[(draw // 17) % 4], (q, k, v), strict=True))
+                z = jnp.einsum("ij,kj->ik", q, k)
                 z = [z, 0.5 * z, 4 * jnp.tanh(z / 4), z + c][draw % 4]
                 rows, columns = jnp.arange(8)[:, None], jnp.arange(8)[None]
                 seen = [
@@ -261,7 +268,6 @@ def _random_program(seed):
                 ]
                 z = jnp.where(seen[(draw // 5) % 4], z, [-1e30, -jnp.inf][draw % 2])
                 e = jnp.exp(z - z.max(-1, keepdims=True))
-                v = values[(draw // 3) % len(values)]
                 new = [
                     jax.nn.softmax(z) @ v,
                     e @ v / e.sum(-1, keepdims=True),
@@ -272,7 +278,8 @@ def _random_program(seed):
                 new = jax.nn.softmax(jnp.clip(x, -5, 5), -1) @ y
             else:
                 new = x + y[0] if draw % 2 else x * y[0] + y[1]
-            values.append(jnp.clip(new, -1e3, 1e3))
+            large = kind in ("binary", "dot", "layer", "head") and draw % 4
+            values.append(jnp.clip(new, -1e3, 1e3) if large else new)
         return values[-1], values[-2], values[len(values) // 2]
 
     return run
@@ -290,7 +297,8 @@ def test_random_programs_keep_their_results(first):
         want, got = jax.jit(fn)(*args), jax.jit(replaced(fn))(*args)
         for a, b in zip(want, got, strict=True):
             assert (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type), seed
-            np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2, err_msg=f"{seed}")
+            atol = 2e-2 * (1 + float(jnp.abs(a).max()))
+            np.testing.assert_allclose(a, b, rtol=2e-2, atol=atol, err_msg=f"{seed}")
         found += len(kinds_in(fn, *args))
     assert found
 
