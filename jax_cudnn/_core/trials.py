@@ -31,6 +31,7 @@ from .plans.roofline import roofline
 _PROGRAM, _ROUND = 150e-6, 4e-3  # seconds
 _MOST_RUNS, _MOST_CALLS = 8, 30
 _ROUNDS = 7
+_SHORTEST = 1e-6  # seconds that any program takes: less is noise
 _SHARE = 0.1  # of the free memory of the GPU
 _THREADS = 4  # that compile
 
@@ -253,7 +254,7 @@ class Bench:
                 rounds[key].append(self._round(program, calls[key]))
         begun = statistics.median(filling)
         found = {
-            key: max(statistics.median(seconds) - begun, 1e-9) / calls[key] / self._runs
+            key: max((statistics.median(seconds) - begun) / calls[key] / self._runs, _SHORTEST)
             for key, seconds in rounds.items()
         }
         now = found.pop(-1, 1.0)
