@@ -490,6 +490,12 @@ def test_regions_that_meet(name):
     assert same(TOGETHER[name], x, 0.1 * w, b, tolerance=0.05, grads=name != "a bias")
 
 
+def test_what_attention_reads_is_the_result_of_the_product_before():
+    closed = jax.make_jaxpr(TOGETHER["a scaled query"])(*half((64, 64), (64, 64), (64,)))
+    program, _ = search(closed, ("attention", "product"))
+    assert [region.kind for region in program.found] == ["attention", "product"]
+
+
 @pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize("what", ["attention", "product"])
 def test_around_a_shard_map_with_replicated_operands(what, around):
