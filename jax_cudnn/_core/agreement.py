@@ -111,8 +111,8 @@ def figures(got: jax.Array, want: jax.Array) -> Figures:
     error = jnp.where(same, 0, jnp.abs(a - b))
     parts = error / (jnp.abs(known) + scale + tiny)
     usual = jnp.mean(jnp.sqrt(jnp.abs(known))) ** 2  # which few large elements hardly change
-    sizes = error / (jnp.abs(known) + usual + tiny)
     both = jnp.isfinite(error)
+    sizes = jnp.where(both, error / (jnp.abs(known) + usual + tiny), 0).reshape(-1, 1)
     bias = jnp.mean(jnp.where(both, (a - b) * known, 0)) / (square + tiny)
     zero = jnp.sum(b == 0)
     told = (jnp.mean(finite) >= _FINITE) & ((b.size <= 1) | jnp.any(b != b.reshape(-1)[:1]))
@@ -121,7 +121,7 @@ def figures(got: jax.Array, want: jax.Array) -> Figures:
         jnp.max(jnp.where(jnp.isnan(parts), jnp.inf, parts)),  # max may drop a NaN
         jnp.abs(bias),
         other,
-        jnp.stack([jnp.sum(both & (sizes > size)) for size in _SIZES]),
+        jnp.sum(sizes > np.asarray(_SIZES, np.float32), 0),
         jnp.minimum(zero, b.size - zero),
         told,
     )
