@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,9 @@ class SdpaBackward(Ordered, Attending):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if "block_mask" in tensors:
             return Reason("cuDNN's attention backward does not support a block mask")
+        if math.prod(self.scores(tensors)[:3]) == 1:
+            # Planning crashes the process (SIGSEGV in cuDNN 9.28).
+            return Reason("cuDNN's planner fails with one query of one head and batch element")
         if self.scores(tensors)[2] == 1 and "seq_len_q" in tensors:
             return Reason("with lengths, cuDNN leaves gradients of one query unwritten")
         if self.score_mod is not None:

@@ -317,3 +317,18 @@ def test_operands_of_score_mod_reach_cudnn_in_shapes_that_it_reads_rightly(shape
     if wanted:
         told = " ".join(str(plan.explain()).split())
         assert f"to {list(wanted)}, {4 * math.prod(wanted):,} bytes" in told
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("heads", [1, 2])
+def test_one_query_of_one_head_has_no_plan_backward(heads):
+    """cuDNN's planner ends the process there."""
+
+    def gradients(q, k):
+        attend = lambda q, k: jc.ops.dot_product_attention(q, k, k)  # noqa: E731
+        out, pull = jax.vjp(attend, q, k)
+        return pull(jnp.sin(out))
+
+    q, k = (jax.ShapeDtypeStruct((1, n, heads, 64), "bfloat16") for n in (1, 128))
+    said = str(jc.support(gradients, q, k, gpus=["H200"]))
+    assert ("planner fails with one query" in said) == (heads == 1)
