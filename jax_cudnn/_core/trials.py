@@ -137,7 +137,7 @@ class Bench:
         made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
         ]
-        if self._reference.result().memory > self._room:
+        if max(each.result().memory for each in (self._reference, self._figures)) > self._room:
             raise MemoryError
         wait(made)  # else those that run would disturb XLA's autotuning
         try:

@@ -131,8 +131,9 @@ def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> N
     found = replace(outcome, taken=way, step=True)
     for level in (FAST, FULL):
         _known.put(_memo(spec, site, level), found)
-    key, taken = _key(spec, site), repr((found.ways[way].segments, found.ways[way].pinned))
-    _steps[digest(key)] = digest(taken)
+    key, taken = _key(spec, site), found.ways[way]
+    parts = [(calls, in_xla) for calls, in_xla, _ in taken.segments]
+    _steps[digest(key)] = digest(repr((parts, taken.pinned)))
     cache.update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
     cache.replace(key, asdict(found), label=f"{spec.label}; measured in a step")
 

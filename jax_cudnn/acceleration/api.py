@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._core import compat, context
 from .._core.errors import GraphTypeError, shown
@@ -180,7 +181,8 @@ class Accelerated:
             key = found = None
         if found is None:
             closed, results, tree = _traced(self._fn, leaves, places, structure, avals)
-            kinds = () if any(map(_is_symbolic, avals)) else self._kinds
+            as_it_is = any(map(_is_symbolic, avals)) or not all(map(_is_plain, results))
+            kinds = () if as_it_is else self._kinds
             program, missed = search(closed, kinds, self._strict)
             if where is not None:
                 choice.decide(program, where)
@@ -267,6 +269,11 @@ def _is_array(leaf: Any) -> bool:
 def _said(leaf: Any) -> Any:
     """What distinguishes an argument that is not an array: 1 from True, and 0.0 from -0.0."""
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a result is ``_ARRAY`` or a value that cannot hold arrays of the trace."""
+    return leaf is _ARRAY or isinstance(leaf, (str, bytes, bool, int, float, complex, np.generic))
 
 
 def _is_symbolic(aval: Any) -> bool:

@@ -535,6 +535,18 @@ def test_what_is_no_array_is_passed_as_it_is():
             assert (repr(back), type(back)) == (repr(sign), type(sign))
 
 
+def test_a_result_that_may_hold_arrays_of_the_trace_is_left_alone():
+    class Holder:
+        def __init__(self, y):
+            self.y = y
+
+    fast = jc.accelerate(lambda x: Holder(jax.nn.gelu(x @ x.T)))
+    x = half((64, 64))[0]
+    with jc.target("H200"):
+        assert isinstance(fast(x).y + 1, jax.Array)
+        assert not fast.report(x).to_json()["regions"]
+
+
 def test_of_symbolic_shapes_a_function_runs_as_it_is():
     fast = jc.accelerate(lambda x, w, b: jax.nn.gelu(x @ w + b))
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n,64"), "float32")

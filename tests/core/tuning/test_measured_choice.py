@@ -287,14 +287,18 @@ UNSEEN = {
     "matmul_product": {"larger", "a tenth of zeros", "a part of zeros"},
     **{name: {"a part of zeros"} for name in ("mod", "floor", "ceil")},  # they jump in many places
 }
+UNTOLD = {"tan"}  # of any operands that are drawn, poles jump too far
 SURVEY = {case.name.rsplit("_", 2)[0]: case for case in reversed([*all_cases()])}
 
 
-@pytest.mark.parametrize("name", SURVEY)
+def is_measured(case):
+    spec = case.function.trace(*case.avals)[1].spec
+    return not spec.xla_only and spec.is_static
+
+
+@pytest.mark.parametrize("name", [name for name, case in SURVEY.items() if is_measured(case)])
 def test_wrong_results_of_each_operation_are_seen(name):
     spec = SURVEY[name].function.trace(*SURVEY[name].avals)[1].spec
-    if spec.xla_only or not spec.is_static:
-        pytest.skip("it is not measured")
     names = []
 
     def wrongly(want):
@@ -309,10 +313,12 @@ def test_wrong_results_of_each_operation_are_seen(name):
         except agreement.UntoldError:
             continue
         assert not right
+        assert len(names) > 1
+        assert name not in UNTOLD
         unseen = {title for title, why in zip(names, found, strict=True) if not why}
         assert unseen == UNSEEN.get(name, set())
         return
-    pytest.skip("its results tell nothing")
+    assert name in UNTOLD
 
 
 SWAPPED = [
