@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops import dot_product_attention
+from .derivative import backward
 from .known import is_known
 from .masks import Positions, Seen, band, conjuncts, lengths
 from .operands import Operand, operand
@@ -43,6 +44,8 @@ class _Found:
     groups: tuple[int, ...]
     query: int
     key: int
+    of_query: int
+    """The side of the product that has the queries."""
 
     def size(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.sizes[a] for a in axes)
@@ -71,8 +74,8 @@ def find(
         except Unclear as why:
             missed.append((equation, str(why)))
             continue
-        if not region.equations & taken:
-            taken |= region.equations
+        if not region.replaced & taken:
+            taken |= region.replaced
             regions.append(region)
     return regions
 
@@ -90,19 +93,27 @@ def _region(program: Program, follower: Follower) -> Region:
     last = unwidened(last, follower.product.ins[0].dtype, follower.states)
     equations = between(last, follower.states.__contains__)
     inside = {v for e in equations for v in e.outs} - {last}
-    for value in inside:
-        if program.used_outside(equations, value):
-            raise Unclear(_USED.format(follower.states[value].kind))
+    read_elsewhere = [v for v in inside if program.used_outside(equations, v)]
     state = follower.states[last]
     assert state.of is not None
     assert state.axis is not None
     dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
-    found = _roles(follower, state.axis)
+    found, derivative = _roles(follower, state.axis, not read_elsewhere), None
+    if read_elsewhere:
+        operands = found.q, found.k, found.v
+        try:
+            derivative = backward(program, follower, equations, last, found.of_query, operands)
+        except Unclear:
+            kinds = sorted(follower.states[v].kind for v in read_elsewhere)
+            raise Unclear(_USED.format(kinds[0])) from None
     scores = read(state.of, follower.product.outs[0], dims_of)
-    return _built(found, scores, dims_of, follower, equations, last, state.dims)
+    region = _built(found, scores, dims_of, follower, equations, last, state.dims)
+    if derivative is not None:
+        region.backward, region.what = derivative, f"{region.what}, and its gradient"
+    return region
 
 
-def _roles(follower: Follower, key: int) -> _Found:
+def _roles(follower: Follower, key: int, repeats: bool) -> _Found:
     product, second = follower.product, follower.second
     assert second is not None
     free, count = free_dims(product), len(product.params["dimension_numbers"][1][0])
@@ -118,9 +129,9 @@ def _roles(follower: Follower, key: int) -> _Found:
         raise Unclear("the keys have several dimensions")
     of_query = 1 - of_key
     rows = [a for a in axes[of_query] if sizes[a] != 1] or axes[of_query][-1:]
-    k, q = (operand(product.ins[i], i == of_key) for i in (of_key, of_query))
+    k, q = (operand(product.ins[i], repeats and i == of_key) for i in (of_key, of_query))
     side = next(i for i, v in enumerate(second.ins) if v in follower.states)
-    v = operand(second.ins[1 - side], True)
+    v = operand(second.ins[1 - side], repeats)
     if not rows:
         raise Unclear("there is no dimension of queries")
     masked = _masked_axes(follower)
@@ -129,7 +140,7 @@ def _roles(follower: Follower, key: int) -> _Found:
     batches, heads = (*range(count),), ()
     if count > 1:
         batches, heads = batches[:-1], batches[-1:]
-    return _Found(q, k, v, sizes, batches, heads, groups, query, key)
+    return _Found(q, k, v, sizes, batches, heads, groups, query, key, of_query)
 
 
 def _masked_axes(follower: Follower) -> set[Any]:

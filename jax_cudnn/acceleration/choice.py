@@ -47,10 +47,11 @@ def decide(program: Program, where: Site) -> None:
 
 
 def _decide(region: Region, where: Site) -> None:
-    avals = _of_one_device(value.aval for value in region.inputs)
+    reads = [*region.inputs, *([region.backward.cotangent] if region.backward else ())]
+    avals = _of_one_device(value.aval for value in reads)
     try:
         with compat.in_place_of(None, region.first.written):
-            fused = jax.make_jaxpr(region.emit)(*avals)
+            fused = jax.make_jaxpr(_whole(region))(*avals)
     except JaxCudnnError as error:
         region.outcome = error.summary
         return
@@ -60,7 +61,20 @@ def _decide(region: Region, where: Site) -> None:
         return
     region.outcome = refusal(fused, where)
     region.gain = "" if region.outcome else _gain(fused, where)
-    region.emit = _either(region.original, region.emit, fused, where)
+    if region.backward is None:
+        region.emit = _either(region.original, region.emit, fused, where)
+
+
+def _whole(region: Region) -> Callable[..., Any]:
+    """A region, and its derivative where the program has it."""
+    if region.backward is None:
+        return region.emit
+
+    def both(*arrays: Any) -> Any:
+        out, gradients = region.differentiated(*arrays[:-1])
+        return out, gradients(arrays[-1])
+
+    return both
 
 
 def _either(

@@ -29,6 +29,7 @@ _NUMPY: dict[str, Any] = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "rsqrt": lambda x: 1 / np.sqrt(x),
+    "one_minus_square": lambda x: 1 - np.square(x),
     "erf": _erf,
     "erfc": lambda x: 1 - _erf(x),
     "clamp": lambda low, x, high: np.clip(x, low, high),

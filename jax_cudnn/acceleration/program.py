@@ -21,9 +21,31 @@ from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, bound
 _CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
 
 
+@dataclass(frozen=True)
+class Backward:
+    """The derivative of a region, where the program has it: from the cotangent of the result, as
+    ``to_output`` brings it to the result's shape, to ``gradients``: values of the program, of which
+    input each is the gradient, and what brings that to the value's shape."""
+
+    equations: set[Equation]
+    cotangent: Value
+    to_output: Callable[[Any], Any]
+    gradients: list[tuple[Value, int, Callable[[Any], Any]]]
+
+    @property
+    def values(self) -> list[Value]:
+        return [value for value, *_ in self.gradients]
+
+    @property
+    def first(self) -> Equation:
+        made = (value.made_by for value in self.values)
+        return min((e for e in made if e is not None), key=lambda e: e.at)
+
+
 @dataclass(eq=False)
 class Region:
-    """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead."""
+    """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead; with
+    ``backward`` those of its derivative, too."""
 
     kind: str
     equations: set[Equation]
@@ -35,6 +57,7 @@ class Region:
     """Why XLA runs it; empty where cuDNN does."""
     gain: str = ""
     """XLA's time over cuDNN's, and whether it was measured."""
+    backward: Backward | None = None
     _order: list[Equation] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,10 +88,43 @@ class Region:
         return min(self.equations, key=lambda e: e.at)
 
     @property
+    def replaced(self) -> set[Equation]:
+        return self.equations | (self.backward.equations if self.backward else set())
+
+    @property
+    def outputs(self) -> list[Value]:
+        return [self.output, *(self.backward.values if self.backward else ())]
+
+    @property
+    def inside(self) -> set[Value]:
+        """What the equations compute and nothing else reads."""
+        return {v for e in self.replaced for v in e.outs} - {*self.outputs}
+
+    @property
     def rounds(self) -> bool:
         """Whether a value inside has fewer bits than float32."""
-        inside = {v for e in self.equations for v in e.outs} - {self.output}
-        return any(jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize < 4 for v in inside)
+        floats = [v.dtype for v in self.inside if jnp.issubdtype(v.dtype, jnp.floating)]
+        return any(dtype.itemsize < 4 for dtype in floats)
+
+    def differentiated(self, *arrays: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+        """The result, and a function of its cotangent that computes the gradients."""
+        assert self.backward is not None
+        backward = self.backward
+        moving = sorted({i for _, i, _ in backward.gradients})
+
+        def of(*given: Any) -> Any:
+            filled = dict(zip(moving, given, strict=True))
+            return self.emit(*(filled.get(i, x) for i, x in enumerate(arrays)))
+
+        out, pull = jax.vjp(of, *(arrays[i] for i in moving))
+
+        def gradients(cotangent: Any) -> list[Any]:
+            found = dict(zip(moving, pull(backward.to_output(cotangent).astype(out.dtype)), strict=True))
+            return [
+                _as_aval(renamed(found[i]), value.aval) for value, i, renamed in backward.gradients
+            ]
+
+        return out, gradients
 
     def original(self, *arrays: Any) -> Any:
         """What the equations compute of the inputs."""
@@ -151,9 +207,10 @@ class Program:
 
     def _splits_a_derivative(self, region: Region) -> bool:
         """Whether a function with a derivative of its own is replaced in part."""
-        calls = {c for e in region.equations for c in e.calls if c.eqn.primitive.name == CUSTOM}
+        replaced = region.replaced
+        calls = {c for e in replaced for c in e.calls if c.eqn.primitive.name == CUSTOM}
         return bool(calls) and any(
-            e not in region.equations and not all(v.depth is not None for v in e.outs)
+            e not in replaced and not all(v.depth is not None for v in e.outs)
             for e in self.equations
             if calls.intersection(e.calls)
         )
@@ -169,8 +226,8 @@ class Program:
     def add(self, region: Region) -> None:
         """Adds a region that was found, unless it reads what is inside of another one, or the other
         way round, or is a part of a function with a derivative of its own."""
-        inside = {v for e in region.equations for v in e.outs} - {region.output}
-        reads = {*region.inputs}
+        inside, reads = region.inside, {*region.inputs}
+        reads |= {region.backward.cotangent} if region.backward else set()
         if reads & self._inside or inside & self._operands or self._splits_a_derivative(region):
             return
         self.found.append(region)
@@ -182,7 +239,8 @@ class Program:
         left out, as dead ones are; every other one runs as it stands."""
         env = dict(zip(self.inputs, arrays, strict=True))
         ends = {region.last: region for region in self.regions}
-        gone = {e for region in self.regions for e in region.equations}
+        ends |= {r.backward.first: r for r in self.regions if r.backward}
+        gone = {e for region in self.regions for e in region.replaced}
         needed = self._needed(ends, gone)
         opened = self._opened(self._needed({}, set()) - needed)
         wanted = needed | {call for equation in needed for call in equation.calls}
@@ -191,9 +249,10 @@ class Program:
 
     def _opened(self, left_out: set[Equation]) -> set[Call]:
         """The calls of which a part is replaced, or a value inside is read."""
-        touched = {e for region in self.regions for e in region.equations} | left_out
+        touched = {e for region in self.regions for e in region.replaced} | left_out
         for region in self.regions:
-            touched |= {v.made_by for v in region.inputs if v.made_by is not None}
+            reads = [*region.inputs, *([region.backward.cotangent] if region.backward else ())]
+            touched |= {v.made_by for v in reads if v.made_by is not None}
         return {call for equation in touched for call in equation.calls}
 
     def _needed(self, ends: dict[Equation, Region], gone: set[Equation]) -> set[Equation]:
@@ -201,9 +260,13 @@ class Program:
         needed: set[Equation] = set()
         for equation in reversed(self.equations):
             region = ends.get(equation)
-            if region is not None:
+            if region is not None and region.last is equation:
                 if region.output in wanted:
                     wanted |= {*region.inputs}
+                    needed.add(equation)
+            elif region is not None and region.backward is not None:
+                if not wanted.isdisjoint(region.backward.values):
+                    wanted |= {region.backward.cotangent, region.output}
                     needed.add(equation)
             elif equation not in gone and (
                 equation.eqn.effects or any(v in wanted for v in equation.outs)
@@ -220,11 +283,7 @@ class Program:
                 with compat.in_place_of(item.eqn, item.eqn):
                     self._run(item.body, env, ends, wanted, opened)
             elif isinstance(item, Equation) and item in ends:
-                region = ends[item]
-                given = [_read(env, v) for v in region.inputs]
-                with compat.in_place_of(region.first.eqn, region.first.written):
-                    made = region.emit(*given)
-                env[region.output] = _as_aval(made, region.output.aval)
+                self._emit(ends[item], item, env)
             else:
                 values = [_read(env, v) for v in item.ins]
                 if isinstance(item, Equation) and any(p.holds_regions for p in item.inner.values()):
@@ -232,6 +291,22 @@ class Program:
                 else:
                     made = bound(item.jaxpr, item.eqn, values)
                 env.update(zip(item.outs, made, strict=True))
+
+    def _emit(self, region: Region, at: Equation, env: dict) -> None:
+        """The results of a region, or of its derivative, in the place of an equation."""
+        backward, first = region.backward, region.first
+        if backward is not None and at is not region.last:
+            with compat.in_place_of(at.eqn, at.written):
+                gradients = env[region](_read(env, backward.cotangent))
+            env.update(zip(backward.values, gradients, strict=True))
+            return
+        given = [_read(env, v) for v in region.inputs]
+        with compat.in_place_of(first.eqn, first.written):
+            if backward is None:
+                made = region.emit(*given)
+            else:
+                made, env[region] = region.differentiated(*given)
+        env[region.output] = _as_aval(made, region.output.aval)
 
 
 def _value(env: dict, variable: Any) -> Value:

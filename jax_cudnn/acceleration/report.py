@@ -70,7 +70,7 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
         key_ = _at(equation), why
         nearly[key_] = nearly.get(key_, 0) + times.get(equation, 1)
     regions = [{**dict(zip(_FIELDS, key, strict=True)), "times": n} for key, n in rows.items()]
-    inside = {e for region, _ in _regions(program, 1) for e in region.equations}
+    inside = {e for region, _ in _regions(program, 1) for e in region.replaced}
     counts = Counter()
     for equation, often in times.items():
         counts[equation.name] += often * (equation not in inside)

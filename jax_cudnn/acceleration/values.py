@@ -22,7 +22,7 @@ VARYING = ("pvary", "pcast")
 ELEMENTWISE = {
     *("add", "sub", "mul", "neg", "max", "min", "abs", "floor", "ceil", "sign", "exp", "sqrt"),
     *("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "not"),
-    *("div", "rem", "pow", "integer_pow", "square", "log", "log1p", "exp2", "expm1", "tanh"),
+    *("div", "rem", "pow", "integer_pow", "square", "one_minus_square", "log", "log1p", "exp2", "expm1", "tanh"),
     *("logistic", "erf", "erfc", "erf_inv", "rsqrt", "cbrt", "sin", "cos", "tan", "round"),
     *("select_n", "clamp", "convert_element_type", "is_finite", "copy", "copy_p", "nextafter"),
     *("reduce_precision", "stop_gradient", "shift_left", "shift_right_logical", "atan2"),

@@ -1,0 +1,514 @@
+"""Attention's derivative in a program that differentiates itself: what follows from the scores and
+the cotangent of the result, up to the gradients of queries, keys and values.
+
+However it is written, it is taken for the derivative if it computes the derivative's values: it is
+run with small random arrays, in float64, and compared with differences of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .known import elementwise, is_known
+from .operands import Operand
+from .program import Backward, Program
+from .scores import CASTS, LAYOUT, Dims, Unclear, moved, narrowed, number
+from .softmax import OUT, Follower
+from .values import ELEMENTWISE, Equation, Value, free_dims
+
+_NEW = "?"
+_REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
+_SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
+_STEP, _DIRECTIONS, _DRAWS, _AGREES = 1e-5, 8, 6, 1e-5
+_ROLES = ("queries", "keys", "values")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array that enters, before it was moved, cast and broadcast, with the axis of each of its
+    dimensions."""
+
+    key: Hashable
+    dims: Dims
+
+
+class _Walk:
+    """Which axes the dimensions of the values have that follow from the scores."""
+
+    def __init__(
+        self, program: Program, follower: Follower, forward: set[Equation], of_query: int
+    ) -> None:
+        self.follower = follower
+        self.dims: dict[Value, Dims] = {}
+        self.same: dict[Any, Any] = {}  # a name -> the axis that it turned out to be
+        self.leaves: dict[tuple[Equation, int], Leaf] = {}
+        self.roots: dict[Hashable, Value] = {}
+        self.order: list[Equation] = []
+        self.gradients: dict[Value, int] = {}
+        self._keys: dict[Value, Hashable] = {}
+        self.operands, self.names = self._operands(of_query)
+        for i, v in enumerate(follower.product.ins):
+            which = i if of_query == 0 else 1 - i
+            self.leaves[follower.product, i] = self.own(which)
+        (scores,) = follower.product.outs
+        self.dims[scores] = follower.states[scores].dims
+        values, _ = _rooted(self.operands[2], ())
+        todo = {*scores.users}
+        for e in program.equations:
+            if e.name == "dot_general" and any(_rooted(v, ())[0] is values for v in e.ins):
+                todo.add(e)
+        seen: set[Equation] = {follower.product}
+        while todo:
+            equation = min(todo, key=lambda e: e.at)
+            todo.remove(equation)
+            if equation in seen:
+                continue
+            seen.add(equation)
+            if self._takes(equation):
+                (out,) = equation.outs
+                self.order.append(equation)
+                after = out.users if not self._ends(out) else forward.intersection(out.users)
+                todo |= {user for user in after if user not in seen}
+        for equation in self.order:
+            self._ends(equation.outs[0])  # some names are known by now
+
+    def resolved(self, dims: Dims) -> Dims:
+        def of(name: Any) -> Any:
+            while name in self.same:
+                name = self.same[name]
+            return name
+
+        return tuple(map(of, dims))
+
+    def leaf(self, equation: Equation, i: int) -> Leaf:
+        found = self.leaves[equation, i]
+        return Leaf(found.key, self.resolved(found.dims))
+
+    def own(self, i: int) -> Leaf:
+        """Queries, keys or values."""
+        return Leaf((_ROLES[i],), self.names[i])
+
+    def _operands(self, of_query: int) -> tuple[list[Value], list[Dims]]:
+        """Queries, keys and values as the products take them, and their axes."""
+        product, second = self.follower.product, self.follower.second
+        assert second is not None
+        (contract, batch), free = product.params["dimension_numbers"], free_dims(product)
+        found: list[Dims] = []
+        scores = self.follower.states[product.outs[0]].dims
+        start = len(batch[0])
+        for side in (0, 1):
+            dims: list[Any] = [None] * len(product.ins[side].shape)
+            for i, axis in enumerate(batch[side]):
+                dims[axis] = scores[i]
+            for i, axis in enumerate(free[side]):
+                dims[axis] = scores[start + i]
+            for i, axis in enumerate(contract[side]):
+                dims[axis] = ("H", i) if product.ins[side].shape[axis] != 1 else None
+            start += len(free[side])
+            found.append(tuple(dims))
+        operands = [*product.ins]
+        if of_query:
+            found, operands = found[::-1], operands[::-1]
+        side = next(i for i, v in enumerate(second.ins) if v in self.follower.states)
+        state, other = self.follower.states[second.ins[side]], 1 - side
+        dims = [None] * len(second.ins[other].shape)
+        for pairs in second.params["dimension_numbers"]:
+            for mine, theirs in zip(pairs[side], pairs[other], strict=True):
+                dims[theirs] = state.dims[mine]
+        for i, axis in enumerate(free_dims(second)[other]):
+            dims[axis] = ("E", i) if second.ins[other].shape[axis] != 1 else None
+        return [*operands, second.ins[other]], [*found, tuple(dims)]
+
+    def _ends(self, out: Value) -> bool:
+        """Whether a value is the result, or a gradient."""
+        state = self.follower.states.get(out)
+        if state is not None and state.kind == OUT:
+            return True
+        if out.made_by is None or out.made_by.name != "dot_general":
+            return False
+        names = frozenset(self.resolved(self.dims[out])) - {None}
+        own = [frozenset(dims) - {None} for dims in self.names]
+        if names in own:
+            self.gradients[out] = own.index(names)
+        return names in own
+
+    def _takes(self, equation: Equation) -> bool:
+        """Names the dimensions of an equation's result; False where it is no part of this."""
+        if equation.inner or len(equation.outs) != 1 or equation.eqn.effects:
+            return False
+        name, (out,), ins = equation.name, equation.outs, equation.ins
+        dims: Dims | None = None
+        if name in LAYOUT:
+            dims = moved(equation, self.dims[ins[0]])
+        elif name in (*CASTS, "stop_gradient"):
+            dims = self.dims[ins[0]] if _is_float(out) else None
+        elif name in _REDUCTIONS:
+            axes, (x,) = equation.params["axes"], ins
+            if all(self.dims[x][i] is not None or x.shape[i] == 1 for i in axes):
+                dims = tuple(d for i, d in enumerate(self.dims[x]) if i not in axes)
+        elif name == "dot_general":
+            dims = self._of_product(equation)
+        elif name in ELEMENTWISE:
+            dims = self._of_elements(equation)
+        if dims is not None:
+            self.dims[out] = dims
+        return dims is not None
+
+    def _enters(self, equation: Equation, i: int, dims: Dims) -> None:
+        root, at = _rooted(equation.ins[i], dims)
+        key = self._key(root)
+        self.roots[key] = root
+        for leaf in [leaf for leaf in self.leaves.values() if leaf.key == key]:
+            old, new = self.resolved(leaf.dims), self.resolved(at)
+            pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
+            if all(None not in pair and any(map(_is_new, pair)) for pair in pairs):
+                for pair in pairs:
+                    self._unite(*pair)
+        self.leaves[equation, i] = Leaf(key, at)
+
+    def _of_elements(self, equation: Equation) -> Dims | None:
+        shape = equation.outs[0].shape
+        dims: list[Any] = [None] * len(shape)
+        others = []
+        for i, v in enumerate(equation.ins):
+            if v in self.dims:
+                for axis, d in enumerate(self.dims[v]):
+                    if d is not None and dims[axis] is not None and not self._unite(dims[axis], d):
+                        return None
+                    dims[axis] = dims[axis] if d is None else d
+            elif number(v) is None:
+                others.append(i)
+        for axis, size in enumerate(shape):
+            if dims[axis] is None and size != 1 and others:
+                dims[axis] = (_NEW, equation.at, axis)
+        for i in others:
+            self._enters(equation, i, tuple(dims) if equation.ins[i].shape else ())
+        return tuple(dims)
+
+    def _of_product(self, equation: Equation) -> Dims | None:
+        contract, batch = equation.params["dimension_numbers"]
+        pairs = [*zip(*contract, strict=True), *zip(*batch, strict=True)]
+        named: list[Any] = [self.dims.get(v) for v in equation.ins]
+        for i in (0, 1):
+            if named[i] is None:
+                named[i] = self._of_operand(equation, i, named[1 - i], pairs)
+        for i in (0, 1):
+            if named[i] is None:  # the cotangent, or an array that this knows nothing of
+                if named[1 - i] is None:
+                    return None
+                shape = enumerate(equation.ins[i].shape)
+                dims = [(_NEW, equation.at, axis) if n != 1 else None for axis, n in shape]
+                for pair in pairs:
+                    dims[pair[i]] = named[1 - i][pair[1 - i]]
+                named[i] = tuple(dims)
+                self._enters(equation, i, named[i])
+        for pair in pairs:
+            one, other = named[0][pair[0]], named[1][pair[1]]
+            if one is None or other is None:
+                if one is not other or equation.ins[0].shape[pair[0]] != 1:
+                    return None
+            elif not self._unite(one, other):
+                return None
+        free = free_dims(equation)
+        ends = [named[i][axis] for i in (0, 1) for axis in free[i]]
+        return tuple([named[0][axis] for axis in batch[0]] + ends)
+
+    def _of_operand(self, equation: Equation, i: int, other: Any, pairs: Any) -> Dims | None:
+        """The axes of queries, keys or values as an operand, such that they fit the other."""
+        value = equation.ins[i]
+        root, at = _rooted(value, (*range(len(value.shape)),))
+        for which, operand in enumerate(self.operands):
+            dims: list[Any] = [None] * len(value.shape)
+            if value is operand:
+                dims = [*self.names[which]]
+            else:
+                its, names = _rooted(operand, self.names[which])
+                if its is not root or {*names} - {None} != {*self.names[which]} - {None}:
+                    continue
+                for axis, name in zip(at, names, strict=True):
+                    if axis is not None:
+                        dims[axis] = name
+            met = [] if other is None else [(dims[p[i]], other[p[1 - i]]) for p in pairs]
+            if all(a == b or _is_new(b) for a, b in ((a, self.resolved((b,))[0]) for a, b in met)):
+                self.leaves[equation, i] = self.own(which)
+                return tuple(dims)
+        return None
+
+    def _unite(self, a: Any, b: Any) -> bool:
+        a, b = self.resolved((a, b))
+        if a != b:
+            a, b = (b, a) if _is_new(b) else (a, b)
+            if not _is_new(a):
+                return False
+            self.same[a] = b
+        return True
+
+    def _key(self, value: Value) -> Hashable:
+        """Equal for values that are computed alike from positions and constants."""
+        if value not in self._keys:
+            made = value.made_by
+            if made is None or not is_known(value):
+                key: Hashable = id(value)
+            else:
+                ins = (v if (v := number(x)) is not None else self._key(x) for x in made.ins)
+                key = made.name, str(made.params), tuple(ins)
+            self._keys[value] = key
+        return self._keys[value]
+
+
+def _is_float(value: Value) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _is_new(name: Any) -> bool:
+    """Whether an axis has no name yet that others know."""
+    return isinstance(name, tuple) and name[0] == _NEW
+
+
+def _rooted(value: Value, dims: Dims) -> tuple[Value, Dims]:
+    """A value before it was moved, broadcast and cast, and its dims."""
+    value, dims = narrowed(value, dims or (None,) * len(value.shape))
+    while (made := value.made_by) is not None and made.name in CASTS:
+        if value.dtype != made.ins[0].dtype and not (_is_float(value) and _is_float(made.ins[0])):
+            break
+        value, dims = narrowed(made.ins[0], dims)
+    return value, dims
+
+
+def backward(
+    program: Program,
+    follower: Follower,
+    forward: set[Equation],
+    last: Value,
+    of_query: int,
+    operands: Sequence[Operand],
+) -> Backward:
+    """The derivative of the attention that ``forward`` computes. ``of_query``: the side of its
+    first product that has the queries; ``operands``: queries, keys and values. Raises Unclear."""
+    walk = _Walk(program, follower, forward, of_query)
+    made = {e.outs[0]: e for e in walk.order}
+    equations: set[Equation] = set()
+    todo = [made[g] for g in walk.gradients]
+    while todo:
+        equation = todo.pop()
+        if equation not in equations:
+            equations.add(equation)
+            todo += [made[v] for v in equation.ins if v in made]
+    if not walk.gradients or len({*walk.gradients.values()}) != len(walk.gradients):
+        raise Unclear("no gradients")
+    everything = forward | equations
+    for value in {v for e in everything for v in e.outs} - {last, *walk.gradients}:
+        if program.used_outside(everything, value):
+            raise Unclear(f"its {_kind(follower, value)} are used elsewhere")
+    leaves = {(e, i): walk.leaf(e, i) for e, i in walk.leaves if e in everything}
+    ends = frozenset(follower.states[last].dims) - {None}
+    cotangents = {leaf for leaf in leaves.values() if frozenset(leaf.dims) - {None} == ends}
+    cotangents -= {walk.own(i) for i in range(len(_ROLES))}
+    if len({leaf.key for leaf in cotangents}) != 1:
+        raise Unclear("no cotangent")
+    (cotangent, *_) = cotangents
+    order = sorted((e for e in walk.order if e in everything), key=lambda e: e.at)
+    if {*forward} - {*order, follower.product}:
+        raise Unclear("a part of it is not followed")
+    _check(walk, [follower.product, *order], forward, leaves, cotangent, last)
+    results = []
+    for value, i in walk.gradients.items():
+        results.append(_result(program, walk, value, i, operands[i], everything))
+        everything |= results[-1][3]
+    outs = [(value, i, renamed) for value, i, renamed, _ in results]
+    root = walk.roots[cotangent.key]
+    to_last = _Renamed(cotangent.dims, follower.states[last].dims, last.shape)
+    return Backward(everything - forward, root, to_last, outs)
+
+
+def _kind(follower: Follower, value: Value) -> str:
+    state = follower.states.get(value)
+    return "gradients" if state is None else state.kind
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """Brings an array to other dimensions, by the axes that they have, and scales it."""
+
+    old: Dims
+    new: Dims
+    shape: tuple[int, ...]
+    factor: float = 1.0
+
+    def __call__(self, x: Any) -> Any:
+        left = [d for d in self.old if d is not None]
+        x = x.reshape([n for n, d in zip(x.shape, self.old, strict=True) if d is not None])
+        x = jnp.transpose(x, [left.index(d) for d in self.new if d is not None])
+        x = x if self.factor == 1 else x * jnp.asarray(self.factor, x.dtype)
+        return x.reshape(self.shape)
+
+
+def _result(
+    program: Program, walk: _Walk, value: Value, i: int, operand: Operand, inside: set[Equation]
+) -> tuple[Value, int, _Renamed, set[Equation]]:
+    """The gradient of queries, keys or values as cuDNN takes them: after the scale that precedes
+    the product, where the program has it."""
+    dims, factor, more = walk.resolved(walk.dims[value]), 1.0, set()
+    best = value, dims, factor, set()
+    at, now, names = value, 1.0, dims
+    while operand.factor != 1 and not program.is_read(at) and len(at.users) == 1:
+        (user,) = at.users
+        others = [number(v) for v in user.ins if v is not at]
+        if user in inside or user.inner or len(user.outs) != 1:
+            break
+        if user.name in LAYOUT and (found := moved(user, names)) is not None:
+            names = found
+        elif user.name in ("mul", "div") and len(others) == 1 and others[0]:
+            if user.name == "div" and user.ins[0] is not at:
+                break
+            now = now * others[0] if user.name == "mul" else now / others[0]
+        elif user.name not in CASTS:
+            break
+        more = more | {user}
+        (at,) = user.outs
+        if math.isclose(now, operand.factor, rel_tol=1e-3):
+            best = at, names, now, more
+            break
+    at, names, now, more = best
+    by = 1.0 if math.isclose(now, operand.factor, rel_tol=1e-3) else now / operand.factor
+    axes: list[Any] = [None] * len(operand.value.shape)
+    for axis, name in zip(operand.at, walk.names[i], strict=True):
+        axes[axis] = name
+    return at, i, _Renamed(tuple(axes), names, at.shape, by), more
+
+
+# -- the check -------------------------------------------------------------------------------------
+
+
+def _check(
+    walk: _Walk,
+    order: list[Equation],
+    forward: set[Equation],
+    leaves: dict[tuple[Equation, int], Leaf],
+    cotangent: Leaf,
+    last: Value,
+) -> None:
+    """Raises Unclear if the gradients are not those of the result."""
+    own = [walk.own(i) for i in range(len(_ROLES))]
+    sizes: dict[Any, int] = {}
+    for name in dict.fromkeys(d for leaf in (*own, *leaves.values()) for d in leaf.dims):
+        sizes[name] = 1 if name is None else _SIZES[len(sizes) % len(_SIZES)]
+    for draw in range(_DRAWS):
+        random = np.random.default_rng(draw)
+        arrays: dict[Leaf, np.ndarray] = {}
+        for leaf in sorted({*leaves.values(), *own}, key=repr):
+            root = walk.roots.get(leaf.key)
+            shape = tuple(sizes[d] for d in leaf.dims)
+            arrays[leaf] = _drawn(random, shape, None if root is None else root.dtype)
+        env = _Run(walk, order, leaves, sizes)(arrays)
+        if all(np.isfinite(env[v]).all() for v in (last, *walk.gradients)):
+            break
+    else:
+        raise Unclear("its gradient is not finite")
+    run_forward = _Run(walk, [e for e in order if e in forward], leaves, sizes)
+    onto = _moved(arrays[cotangent], cotangent.dims, walk.resolved(walk.dims[last]))
+    for value, i in walk.gradients.items():
+        leaf = own[i]
+        gradient = _moved(env[value], walk.resolved(walk.dims[value]), leaf.dims)
+        for _ in range(_DIRECTIONS):
+            way = random.standard_normal(arrays[leaf].shape)
+            ends = [
+                run_forward({**arrays, leaf: arrays[leaf] + sign * _STEP * way})[last]
+                for sign in (1, -1)
+            ]
+            want = float(np.sum(onto * (ends[0] - ends[1])) / (2 * _STEP))
+            size = float(np.linalg.norm(gradient) * np.linalg.norm(way)) + abs(want)
+            if not abs(float(np.sum(gradient * way)) - want) <= _AGREES * size:
+                raise Unclear(f"the gradient of its {_ROLES[i]} has other values")
+
+
+def _drawn(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
+        return random.standard_normal(shape)
+    if dtype != bool:
+        raise Unclear(f"an array of {dtype} meets the scores")
+    places = sum(np.indices(shape)) + random.integers(3)  # no line of it is all True or all False
+    return places % 3 != 0 if random.integers(2) else places % 3 == 0
+
+
+def _moved(x: np.ndarray, old: Dims, new: Dims) -> np.ndarray:
+    left = [d for d in old if d is not None]
+    x = x.reshape([n for n, d in zip(x.shape, old, strict=True) if d is not None])
+    x = x.transpose([left.index(d) for d in new if d is not None])
+    sizes = iter(x.shape)
+    return x.reshape([1 if d is None else next(sizes) for d in new])
+
+
+class _Run:
+    """Runs equations in float64 with few elements along each axis."""
+
+    def __init__(self, walk: _Walk, order: list[Equation], leaves: Any, sizes: dict[Any, int]):
+        self.walk, self.order, self.leaves, self.sizes = walk, order, leaves, sizes
+
+    def __call__(self, arrays: dict[Leaf, np.ndarray]) -> dict[Value, np.ndarray]:
+        env: dict[Value, np.ndarray] = {}
+        for equation in self.order:
+            with np.errstate(all="ignore"):
+                env[equation.outs[0]] = self._computed(equation, env, arrays)
+        return env
+
+    def _dims(self, value: Value) -> Dims:
+        return self.walk.resolved(self.walk.dims[value])
+
+    def _computed(self, equation: Equation, env: Any, arrays: Any) -> np.ndarray:
+        (out,), name = equation.outs, equation.name
+        dims = self._dims(out)
+        first = equation.ins[0]
+        if name in LAYOUT:
+            x = env[first]
+            if name == "broadcast_in_dim":
+                at = equation.params["broadcast_dimensions"]
+                x = x.reshape([x.shape[at.index(i)] if i in at else 1 for i in range(len(dims))])
+                return x
+            if name == "transpose":
+                return x.transpose(equation.params["permutation"])
+            return _moved(x, self._dims(first), dims)
+        if name in _REDUCTIONS:
+            return _REDUCTIONS[name](env[first], axis=equation.params["axes"])
+        if name == "dot_general":
+            given, names = [], []
+            for i, v in enumerate(equation.ins):
+                leaf = self.leaves.get((equation, i))
+                x, axes = (arrays[leaf], leaf.dims) if leaf else (env[v], self._dims(v))
+                given.append(_moved(x, axes, tuple(d for d in axes if d is not None)))
+                names.append([d for d in axes if d is not None])
+            letters = {d: i for i, d in enumerate(dict.fromkeys((*names[0], *names[1])))}
+            kept = [d for d in dims if d is not None]
+            x = np.einsum(
+                given[0], [letters[d] for d in names[0]], given[1], [letters[d] for d in names[1]],
+                [letters[d] for d in kept],
+            )  # fmt: skip
+            return _moved(x, tuple(kept), dims)
+        operands = []
+        for i, v in enumerate(equation.ins):
+            leaf = self.leaves.get((equation, i))
+            if v in env:
+                operands.append(env[v])
+            elif leaf is not None:
+                operands.append(_spread(arrays[leaf], leaf.dims, dims) if v.shape else arrays[leaf])
+            else:
+                operands.append(np.asarray(number(v)).astype(bool if v.dtype == bool else float))
+        dtype = np.float64 if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
+        if name == "reduce_precision":
+            return operands[0]
+        found = elementwise(equation, operands, dtype)
+        if found is None:
+            raise Unclear(f"{name} in its gradient")
+        return found
+
+
+def _spread(x: np.ndarray, old: Dims, new: Dims) -> np.ndarray:
+    """An array with one element along the axes that it lacks."""
+    kept = tuple(d if d in old else None for d in new)
+    return _moved(x, old, kept)
