@@ -99,14 +99,17 @@ def _region(program: Program, follower: Follower) -> Region:
     assert state.axis is not None
     dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
     found, derivative = _roles(follower, state.axis, not read_elsewhere), None
+    scores = read(state.of, follower.product.outs[0], dims_of)
     if read_elsewhere:
         operands = found.q, found.k, found.v
+        biases = [*enumerate(scores.biases, len(operands))]
         try:
-            derivative = backward(program, follower, equations, last, found.of_query, operands)
+            derivative = backward(
+                program, follower, equations, last, found.of_query, operands, biases
+            )
         except Unclear:
             kinds = sorted(follower.states[v].kind for v in read_elsewhere)
             raise Unclear(_USED.format(kinds[0])) from None
-    scores = read(state.of, follower.product.outs[0], dims_of)
     region = _built(found, scores, dims_of, follower, equations, last, state.dims)
     if derivative is not None:
         region.backward, region.what = derivative, f"{region.what}, and its gradient"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from .known import elementwise, is_known
 from .operands import Operand
 from .program import Backward, Program
-from .scores import CASTS, LAYOUT, Dims, Unclear, moved, narrowed, number
+from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, narrowed, number
 from .softmax import OUT, Follower
 from .values import ELEMENTWISE, Equation, Value, free_dims
 
@@ -53,6 +53,8 @@ class _Walk:
         self.gradients: dict[Value, int] = {}
         self._keys: dict[Value, Hashable] = {}
         self.operands, self.names = self._operands(of_query)
+        if len({_rooted(v, ())[0] for v in self.operands}) != len(_ROLES):
+            raise Unclear("queries, keys or values are one array")
         for i, v in enumerate(follower.product.ins):
             which = i if of_query == 0 else 1 - i
             self.leaves[follower.product, i] = self.own(which)
@@ -75,6 +77,7 @@ class _Walk:
                 self.order.append(equation)
                 after = out.users if not self._ends(out) else forward.intersection(out.users)
                 todo |= {user for user in after if user not in seen}
+        self._name_ends()
         for equation in self.order:
             self._ends(equation.outs[0])  # some names are known by now
 
@@ -159,6 +162,18 @@ class _Walk:
         if dims is not None:
             self.dims[out] = dims
         return dims is not None
+
+    def _name_ends(self) -> None:
+        """Names the dimension along which the cotangent meets no other array, where queries and
+        keys have no gradient."""
+        ends = [name for name in self.names[2] if isinstance(name, tuple)]
+        rows = (frozenset(self.names[2]) | frozenset(self.names[0])) - {None, *self.names[1]}
+        rows |= frozenset(self.names[0]) & frozenset(self.names[2])
+        for leaf in {*self.leaves.values()}:
+            names = [name for name in self.resolved(leaf.dims) if name is not None]
+            new = [name for name in names if _is_new(name)]
+            if len(new) == len(ends) == 1 and {*names} - {*new} <= rows - {*ends}:
+                self._unite(*new, *ends)
 
     def _enters(self, equation: Equation, i: int, dims: Dims) -> None:
         root, at = _rooted(equation.ins[i], dims)
@@ -288,9 +303,11 @@ def backward(
     last: Value,
     of_query: int,
     operands: Sequence[Operand],
+    biases: Sequence[tuple[int, Side]],
 ) -> Backward:
     """The derivative of the attention that ``forward`` computes. ``of_query``: the side of its
-    first product that has the queries; ``operands``: queries, keys and values. Raises Unclear."""
+    first product that has the queries; ``operands``: queries, keys and values; ``biases``: what
+    else has a gradient, and which input of the region it is. Raises Unclear."""
     walk = _Walk(program, follower, forward, of_query)
     made = {e.outs[0]: e for e in walk.order}
     equations: set[Equation] = set()
@@ -303,9 +320,17 @@ def backward(
     if not walk.gradients or len({*walk.gradients.values()}) != len(walk.gradients):
         raise Unclear("no gradients")
     everything = forward | equations
-    for value in {v for e in everything for v in e.outs} - {last, *walk.gradients}:
+    targets = {value: walk.own(i) for value, i in walk.gradients.items()}
+    results: list[_Result] = []
+    for value in sorted({v for e in equations for v in e.outs} - {last, *targets}, key=_place):
         if program.used_outside(everything, value):
-            raise Unclear(f"its {_kind(follower, value)} are used elsewhere")
+            leaf, found = _of_bias(program, walk, value, everything, biases)
+            targets[found.value] = leaf
+            results.append(found)
+            everything |= found.more
+    for value in {v for e in everything for v in e.outs} - {last, *targets}:
+        if program.used_outside(everything, value):
+            raise Unclear("a value inside is used elsewhere")
     leaves = {(e, i): walk.leaf(e, i) for e, i in walk.leaves if e in everything}
     ends = frozenset(follower.states[last].dims) - {None}
     cotangents = {leaf for leaf in leaves.values() if frozenset(leaf.dims) - {None} == ends}
@@ -316,20 +341,55 @@ def backward(
     order = sorted((e for e in walk.order if e in everything), key=lambda e: e.at)
     if {*forward} - {*order, follower.product}:
         raise Unclear("a part of it is not followed")
-    _check(walk, [follower.product, *order], forward, leaves, cotangent, last)
-    results = []
+    _check(walk, [follower.product, *order], forward, leaves, cotangent, last, targets)
     for value, i in walk.gradients.items():
-        results.append(_result(program, walk, value, i, operands[i], everything))
-        everything |= results[-1][3]
-    outs = [(value, i, renamed) for value, i, renamed, _ in results]
+        results.append(_of_operand(program, walk, value, i, operands[i], everything))
+        everything |= results[-1].more
     root = walk.roots[cotangent.key]
     to_last = _Renamed(cotangent.dims, follower.states[last].dims, last.shape)
-    return Backward(everything - forward, root, to_last, outs)
+    return Backward(everything - forward, root, to_last, [found[:-1] for found in results])
 
 
-def _kind(follower: Follower, value: Value) -> str:
-    state = follower.states.get(value)
-    return "gradients" if state is None else state.kind
+class _Result(NamedTuple):
+    """A gradient of the program, of which input, what brings that to the value's dimensions, and
+    the equations that follow those of the derivative."""
+
+    value: Value
+    index: int
+    renamed: _Renamed
+    more: set[Equation]
+
+
+def _place(value: Value) -> int:
+    return -1 if value.made_by is None else value.made_by.at
+
+
+def _of_bias(
+    program: Program,
+    walk: _Walk,
+    value: Value,
+    inside: set[Equation],
+    biases: Sequence[tuple[int, Side]],
+) -> tuple[Leaf, _Result]:
+    """The gradient of a bias: sums of that of the scores."""
+    more: set[Equation] = set()
+    while True:
+        names = frozenset(walk.resolved(walk.dims[value])) - {None}
+        fits = [(i, side) for i, side in biases if frozenset(side.dims) - {None} == names]
+        leaves = {walk.leaf(*place) for place in walk.leaves}
+        known = [leaf for leaf in leaves if frozenset(leaf.dims) - {None} == names]
+        users = {user for user in value.users if user not in inside}
+        if len({side.factor for _, side in fits}) == 1 and known:
+            i, side = fits[0]
+            dims = walk.resolved(walk.dims[value])
+            return known[0], _Result(value, i, _Renamed(side.dims, dims, value.shape), more)
+        if program.is_read(value) or len(users) != 1:
+            raise Unclear("a value inside is used elsewhere")
+        (user,) = users
+        if user not in walk.order or user.name not in (*LAYOUT, *CASTS, "reduce_sum"):
+            raise Unclear("a value inside is used elsewhere")
+        more |= {user}
+        (value,) = user.outs
 
 
 @dataclass(frozen=True)
@@ -349,9 +409,9 @@ class _Renamed:
         return x.reshape(self.shape)
 
 
-def _result(
+def _of_operand(
     program: Program, walk: _Walk, value: Value, i: int, operand: Operand, inside: set[Equation]
-) -> tuple[Value, int, _Renamed, set[Equation]]:
+) -> _Result:
     """The gradient of queries, keys or values as cuDNN takes them: after the scale that precedes
     the product, where the program has it."""
     dims, factor, more = walk.resolved(walk.dims[value]), 1.0, set()
@@ -380,7 +440,7 @@ def _result(
     axes: list[Any] = [None] * len(operand.value.shape)
     for axis, name in zip(operand.at, walk.names[i], strict=True):
         axes[axis] = name
-    return at, i, _Renamed(tuple(axes), names, at.shape, by), more
+    return _Result(at, i, _Renamed(tuple(axes), names, at.shape, by), more)
 
 
 # -- the check -------------------------------------------------------------------------------------
@@ -393,8 +453,9 @@ def _check(
     leaves: dict[tuple[Equation, int], Leaf],
     cotangent: Leaf,
     last: Value,
+    targets: dict[Value, Leaf],
 ) -> None:
-    """Raises Unclear if the gradients are not those of the result."""
+    """Raises Unclear if ``targets`` are not the gradients of the result."""
     own = [walk.own(i) for i in range(len(_ROLES))]
     sizes: dict[Any, int] = {}
     for name in dict.fromkeys(d for leaf in (*own, *leaves.values()) for d in leaf.dims):
@@ -407,14 +468,14 @@ def _check(
             shape = tuple(sizes[d] for d in leaf.dims)
             arrays[leaf] = _drawn(random, shape, None if root is None else root.dtype)
         env = _Run(walk, order, leaves, sizes)(arrays)
-        if all(np.isfinite(env[v]).all() for v in (last, *walk.gradients)):
+        if all(np.isfinite(env[v]).all() for v in (last, *targets)):
             break
     else:
         raise Unclear("its gradient is not finite")
     run_forward = _Run(walk, [e for e in order if e in forward], leaves, sizes)
     onto = _moved(arrays[cotangent], cotangent.dims, walk.resolved(walk.dims[last]))
-    for value, i in walk.gradients.items():
-        leaf = own[i]
+    least = _STEP * float(np.sum(np.abs(onto * env[last])))  # what rounding makes of a zero
+    for value, leaf in targets.items():
         gradient = _moved(env[value], walk.resolved(walk.dims[value]), leaf.dims)
         for _ in range(_DIRECTIONS):
             way = random.standard_normal(arrays[leaf].shape)
@@ -424,15 +485,15 @@ def _check(
             ]
             want = float(np.sum(onto * (ends[0] - ends[1])) / (2 * _STEP))
             size = float(np.linalg.norm(gradient) * np.linalg.norm(way)) + abs(want)
-            if not abs(float(np.sum(gradient * way)) - want) <= _AGREES * size:
-                raise Unclear(f"the gradient of its {_ROLES[i]} has other values")
+            if not abs(float(np.sum(gradient * way)) - want) <= _AGREES * (size + least):
+                raise Unclear("a gradient has other values")
 
 
 def _drawn(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):
         return random.standard_normal(shape)
     if dtype != bool:
-        raise Unclear(f"an array of {dtype} meets the scores")
+        return random.integers(-2, 3, shape).astype(float)
     places = sum(np.indices(shape)) + random.integers(3)  # no line of it is all True or all False
     return places % 3 != 0 if random.integers(2) else places % 3 == 0
 

@@ -119,7 +119,9 @@ class Region:
         out, pull = jax.vjp(of, *(arrays[i] for i in moving))
 
         def gradients(cotangent: Any) -> list[Any]:
-            found = dict(zip(moving, pull(backward.to_output(cotangent).astype(out.dtype)), strict=True))
+            found = dict(
+                zip(moving, pull(backward.to_output(cotangent).astype(out.dtype)), strict=True)
+            )
             return [
                 _as_aval(renamed(found[i]), value.aval) for value, i, renamed in backward.gradients
             ]

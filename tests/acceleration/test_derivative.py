@@ -1,0 +1,184 @@
+"""A function that differentiates itself: attention and its derivative are replaced as a pair."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from acceleration.test_found_attention import B, CASES, H, N, T, arrays, attend, biased, causal
+from acceleration.test_program import check, replaced
+from jax import nn
+
+import jax_cudnn as jc
+from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn.acceleration.api import search
+
+
+def step_of(fn, places=(0, 1, 2)):
+    return jax.value_and_grad(lambda *x: (fn(*x) ** 2).sum(), places)
+
+
+def found(fn, *args):
+    program, missed = search(jax.make_jaxpr(fn)(*args), ("attention",))
+    pairs = [r.backward is not None for p in program.programs for r in p.found]
+    return pairs, [why for _, why in missed]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_derivative(name):
+    fn, _ = CASES[name]
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    step = step_of(fn)
+    assert found(step, q, k, v) == ([True], [])
+    check(step, q, k, v, grad=False)
+    again = step_of(jax.checkpoint(lambda *x: fn(*x) ** 2))
+    assert found(again, q, k, v) == ([False, True], [])
+    check(again, q, k, v, kinds=("attention",) * 2, grad=False)
+
+
+def test_of_some_operands_alone():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    for places in ((0,), (1,), (2,), (0, 2)):
+        step = step_of(causal, places)
+        assert found(step, q, k, v) == ([True], [])
+        check(step, q, k, v, grad=False)
+    kept = lambda q, k, v: causal(q, jax.lax.stop_gradient(k), v)  # noqa: E731
+    assert found(step_of(kept), q, k, v) == ([True], [])
+    check(step_of(kept), q, k, v, grad=False)
+
+
+def test_one_array_as_several_operands_stays():
+    x, y = arrays(*[(B, T, N, H)] * 2)
+    for order in ("xxx", "xxy", "xyx", "yxx"):
+        pick = lambda x, y, order=order: causal(*({"x": x, "y": y}[c] for c in order))  # noqa: E731
+        assert found(step_of(pick, (0, 1)), x, y)[0] == []
+        assert found(pick, x, y)[0] == [False]
+
+
+def test_of_layers_in_a_loop_of_steps():
+    w, x = arrays((3, N * H, 3, N, H), (B, T, N * H))
+
+    def loss(w, x):
+        for layer in w:
+            q, k, v = jnp.moveaxis(jnp.einsum("btf,fcnh->btcnh", x, layer / 8), 2, 0)
+            x = x + nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        return jnp.mean(x**2)
+
+    def train(w, x):
+        def step(w, x):
+            value, gradient = jax.value_and_grad(loss)(w, x)
+            return w - 0.1 * gradient, value
+
+        return jax.lax.scan(step, w, jnp.stack([x, 2 * x]))
+
+    assert found(train, w, x) == ([True] * 3, [])
+    for want, got in zip(train(w, x), jax.jit(replaced(train, ("attention",)))(w, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(N, T, T), (B, N, T, T), (N, 1, T), (1, 1, 1, T)])
+def test_of_a_bias(shape):
+    q, k, v, bias = arrays(*[(B, T, N, H)] * 3, shape)
+    step = step_of(biased, (0, 1, 2, 3))
+    assert found(step, q, k, v, bias) == ([True], [])
+    check(step, q, k, v, bias, grad=False)
+    scaled = step_of(lambda q, k, v, b: biased(q, k, v, 3 * b), (0, 3))
+    check(scaled, q, k, v, bias, grad=False)
+
+
+def test_what_else_reads_a_value_inside_is_in_the_report():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def shown(q, k, v):
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+    def loss(*x):
+        out, p = shown(*x)
+        return (out**2).sum(), p
+
+    pairs, missed = found(jax.grad(loss, (0, 1, 2), has_aux=True), q, k, v)
+    assert not pairs
+    assert "put accelerate around the function that is differentiated" in missed[0]
+
+
+def _own(wrong):
+    """Attention with a derivative written by hand, and a factor of the gradient of its keys."""
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return forward(q, k, v)[0]
+
+    def forward(q, k, v):
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        out = jnp.einsum("bhts,bshd->bthd", p, v)
+        return out, (q, k, v, p, out)
+
+    def backward(kept, g):
+        q, k, v, p, out = kept
+        dp = jnp.einsum("bthd,bshd->bhts", g, v)
+        ds = p * (dp - (dp * p).sum(-1, keepdims=True))
+        dq, dk = jnp.einsum("bhts,bshd->bthd", ds, k), jnp.einsum("bhts,bthd->bshd", ds, q)
+        return dq, wrong * dk if wrong != 1 else dk, jnp.einsum("bhts,bthd->bshd", p, g)
+
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def test_a_derivative_written_by_hand():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    step = step_of(_own(1))
+    assert found(step, q, k, v) == ([True], [])
+    check(step, q, k, v, grad=False)
+
+
+@pytest.mark.parametrize("change", ["sign", "rows", "scale", "cotangent"])
+def test_another_function_than_the_derivative_stays(change):
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def step(q, k, v, g):
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        out = jnp.einsum("bhts,bshd->bthd", p, v)
+        dp = jnp.einsum("bthd,bshd->bhts", g, v)
+        rows = (dp * p).sum(-2 if change == "rows" else -1, keepdims=True)
+        ds = p * (dp + rows if change == "sign" else dp - rows)
+        ds = ds * 1.001 if change == "scale" else ds
+        g = 2 * g if change == "cotangent" else g
+        return out, jnp.einsum("bhts,bshd->bthd", ds, k), jnp.einsum("bhts,bthd->bshd", p, g)
+
+    args = q, k, v, arrays((B, T, N, H), seed=1)[0]
+    pairs, _ = found(step, *args)
+    assert pairs == []
+    for a, b in zip(step(*args), replaced(step)(*args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.deviceless
+def test_a_training_step_runs_one_graph_forward_and_one_backward():
+    w, x = arrays((3, 128, 128), (2, 128, 128), dtype="bfloat16")
+
+    def step(w, x):
+        def loss(w):
+            q, k, v = ((x @ w[i] / 8).reshape(2, 128, 2, 64) for i in range(3))
+            return (attend(q, k, v).astype("float32") ** 2).mean()
+
+        return jax.value_and_grad(loss)(w)
+
+    fast = jc.accelerate(step, only="attention")
+    (region,) = fast.report(w, x, gpu="H200").to_json()["regions"]
+    assert region["runs_on"] == "cuDNN"
+    assert region["what"].endswith("and its gradient")
+    with jc.target("H200"):
+        jaxpr = jax.make_jaxpr(fast)(w, x)
+        names = [name for name, _ in in_jaxpr(jaxpr.jaxpr)]
+        got = jax.jit(fast)(w, x)[1]
+        theirs = jax.jit(step)(w, x)[1]
+    assert names == ["dot_product_attention", "dot_product_attention (backward)"]
+    assert "2,2,128,128" not in str(jaxpr)  # no scores, no probabilities
+    want = step(w.astype("float32"), x.astype("float32"))[1]
+    error = lambda x: np.linalg.norm(np.asarray(x, "float32") - want)  # noqa: E731
+    assert error(got) <= 1.5 * error(theirs)
+    wide = jc.accelerate(step, only="attention").report(
+        w.astype("float32"), x.astype("float32"), gpu="H200"
+    )
+    (region,) = wide.to_json()["regions"]
+    assert region["runs_on"] == "XLA"  # cuDNN has no backward of float32: both stay
