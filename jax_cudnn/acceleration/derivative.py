@@ -13,29 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
-from .known import elementwise, is_known
+from .known import is_known
 from .operands import Operand
 from .program import Backward, Program
+from .sampled import REDUCTIONS, Leaf, Part, check, renamed
 from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, narrowed, number
 from .softmax import OUT, Follower
 from .values import ELEMENTWISE, Equation, Value, free_dims
 
 _NEW = "?"
-_REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
-_SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
-_STEP, _DIRECTIONS, _DRAWS, _AGREES = 1e-5, 8, 6, 1e-5
 _ROLES = ("queries", "keys", "values")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An array that enters, before it was moved, cast and broadcast, with the axis of each of its
-    dimensions."""
-
-    key: Hashable
-    dims: Dims
 
 
 class _Walk:
@@ -49,15 +37,16 @@ class _Walk:
         self.same: dict[Any, Any] = {}  # a name -> the axis that it turned out to be
         self.leaves: dict[tuple[Equation, int], Leaf] = {}
         self.roots: dict[Hashable, Value] = {}
+        self.dtypes: dict[Hashable, Any] = {}
         self.order: list[Equation] = []
         self.gradients: dict[Value, int] = {}
         self._keys: dict[Value, Hashable] = {}
         self.operands, self.names = self._operands(of_query)
         if len({_rooted(v, ())[0] for v in self.operands}) != len(_ROLES):
             raise Unclear("queries, keys or values are one array")
-        for i, v in enumerate(follower.product.ins):
-            which = i if of_query == 0 else 1 - i
-            self.leaves[follower.product, i] = self.own(which)
+        self.dtypes |= {self.own(i).key: v.dtype for i, v in enumerate(self.operands)}
+        for i in (0, 1):
+            self.leaves[follower.product, i] = self.own(i ^ of_query)
         (scores,) = follower.product.outs
         self.dims[scores] = follower.states[scores].dims
         values, _ = _rooted(self.operands[2], ())
@@ -151,7 +140,7 @@ class _Walk:
             dims = moved(equation, self.dims[ins[0]])
         elif name in (*CASTS, "stop_gradient"):
             dims = self.dims[ins[0]] if _is_float(out) else None
-        elif name in _REDUCTIONS:
+        elif name in REDUCTIONS:
             axes, (x,) = equation.params["axes"], ins
             if all(self.dims[x][i] is not None or x.shape[i] == 1 for i in axes):
                 dims = tuple(d for i, d in enumerate(self.dims[x]) if i not in axes)
@@ -178,7 +167,7 @@ class _Walk:
     def _enters(self, equation: Equation, i: int, dims: Dims) -> None:
         root, at = _rooted(equation.ins[i], dims)
         key = self._key(root)
-        self.roots[key] = root
+        self.roots[key], self.dtypes[key] = root, root.dtype
         for leaf in [leaf for leaf in self.leaves.values() if leaf.key == key]:
             old, new = self.resolved(leaf.dims), self.resolved(at)
             pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
@@ -212,7 +201,7 @@ class _Walk:
         named: list[Any] = [self.dims.get(v) for v in equation.ins]
         for i in (0, 1):
             if named[i] is None:
-                named[i] = self._of_operand(equation, i, named[1 - i], pairs)
+                named[i] = self._as_operand(equation, i, named[1 - i], pairs)
         for i in (0, 1):
             if named[i] is None:  # the cotangent, or an array that this knows nothing of
                 if named[1 - i] is None:
@@ -234,7 +223,7 @@ class _Walk:
         ends = [named[i][axis] for i in (0, 1) for axis in free[i]]
         return tuple([named[0][axis] for axis in batch[0]] + ends)
 
-    def _of_operand(self, equation: Equation, i: int, other: Any, pairs: Any) -> Dims | None:
+    def _as_operand(self, equation: Equation, i: int, other: Any, pairs: Any) -> Dims | None:
         """The axes of queries, keys or values as an operand, such that they fit the other."""
         value = equation.ins[i]
         root, at = _rooted(value, (*range(len(value.shape)),))
@@ -341,7 +330,9 @@ def backward(
     order = sorted((e for e in walk.order if e in everything), key=lambda e: e.at)
     if {*forward} - {*order, follower.product}:
         raise Unclear("a part of it is not followed")
-    _check(walk, [follower.product, *order], forward, leaves, cotangent, last, targets)
+    dtypes = {leaf: walk.dtypes[leaf.key] for leaf in leaves.values()}
+    dims = {value: walk.resolved(dims) for value, dims in walk.dims.items()}
+    check(Part([follower.product, *order], dims, leaves, dtypes), forward, cotangent, last, targets)
     for value, i in walk.gradients.items():
         results.append(_of_operand(program, walk, value, i, operands[i], everything))
         everything |= results[-1].more
@@ -402,9 +393,7 @@ class _Renamed:
     factor: float = 1.0
 
     def __call__(self, x: Any) -> Any:
-        left = [d for d in self.old if d is not None]
-        x = x.reshape([n for n, d in zip(x.shape, self.old, strict=True) if d is not None])
-        x = jnp.transpose(x, [left.index(d) for d in self.new if d is not None])
+        x = renamed(x, self.old, self.new)
         x = x if self.factor == 1 else x * jnp.asarray(self.factor, x.dtype)
         return x.reshape(self.shape)
 
@@ -441,135 +430,3 @@ def _of_operand(
     for axis, name in zip(operand.at, walk.names[i], strict=True):
         axes[axis] = name
     return _Result(at, i, _Renamed(tuple(axes), names, at.shape, by), more)
-
-
-# -- the check -------------------------------------------------------------------------------------
-
-
-def _check(
-    walk: _Walk,
-    order: list[Equation],
-    forward: set[Equation],
-    leaves: dict[tuple[Equation, int], Leaf],
-    cotangent: Leaf,
-    last: Value,
-    targets: dict[Value, Leaf],
-) -> None:
-    """Raises Unclear if ``targets`` are not the gradients of the result."""
-    own = [walk.own(i) for i in range(len(_ROLES))]
-    sizes: dict[Any, int] = {}
-    for name in dict.fromkeys(d for leaf in (*own, *leaves.values()) for d in leaf.dims):
-        sizes[name] = 1 if name is None else _SIZES[len(sizes) % len(_SIZES)]
-    for draw in range(_DRAWS):
-        random = np.random.default_rng(draw)
-        arrays: dict[Leaf, np.ndarray] = {}
-        for leaf in sorted({*leaves.values(), *own}, key=repr):
-            root = walk.roots.get(leaf.key)
-            shape = tuple(sizes[d] for d in leaf.dims)
-            arrays[leaf] = _drawn(random, shape, None if root is None else root.dtype)
-        env = _Run(walk, order, leaves, sizes)(arrays)
-        if all(np.isfinite(env[v]).all() for v in (last, *targets)):
-            break
-    else:
-        raise Unclear("its gradient is not finite")
-    run_forward = _Run(walk, [e for e in order if e in forward], leaves, sizes)
-    onto = _moved(arrays[cotangent], cotangent.dims, walk.resolved(walk.dims[last]))
-    least = _STEP * float(np.sum(np.abs(onto * env[last])))  # what rounding makes of a zero
-    for value, leaf in targets.items():
-        gradient = _moved(env[value], walk.resolved(walk.dims[value]), leaf.dims)
-        for _ in range(_DIRECTIONS):
-            way = random.standard_normal(arrays[leaf].shape)
-            ends = [
-                run_forward({**arrays, leaf: arrays[leaf] + sign * _STEP * way})[last]
-                for sign in (1, -1)
-            ]
-            want = float(np.sum(onto * (ends[0] - ends[1])) / (2 * _STEP))
-            size = float(np.linalg.norm(gradient) * np.linalg.norm(way)) + abs(want)
-            if not abs(float(np.sum(gradient * way)) - want) <= _AGREES * (size + least):
-                raise Unclear("a gradient has other values")
-
-
-def _drawn(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
-        return random.standard_normal(shape)
-    if dtype != bool:
-        return random.integers(-2, 3, shape).astype(float)
-    places = sum(np.indices(shape)) + random.integers(3)  # no line of it is all True or all False
-    return places % 3 != 0 if random.integers(2) else places % 3 == 0
-
-
-def _moved(x: np.ndarray, old: Dims, new: Dims) -> np.ndarray:
-    left = [d for d in old if d is not None]
-    x = x.reshape([n for n, d in zip(x.shape, old, strict=True) if d is not None])
-    x = x.transpose([left.index(d) for d in new if d is not None])
-    sizes = iter(x.shape)
-    return x.reshape([1 if d is None else next(sizes) for d in new])
-
-
-class _Run:
-    """Runs equations in float64 with few elements along each axis."""
-
-    def __init__(self, walk: _Walk, order: list[Equation], leaves: Any, sizes: dict[Any, int]):
-        self.walk, self.order, self.leaves, self.sizes = walk, order, leaves, sizes
-
-    def __call__(self, arrays: dict[Leaf, np.ndarray]) -> dict[Value, np.ndarray]:
-        env: dict[Value, np.ndarray] = {}
-        for equation in self.order:
-            with np.errstate(all="ignore"):
-                env[equation.outs[0]] = self._computed(equation, env, arrays)
-        return env
-
-    def _dims(self, value: Value) -> Dims:
-        return self.walk.resolved(self.walk.dims[value])
-
-    def _computed(self, equation: Equation, env: Any, arrays: Any) -> np.ndarray:
-        (out,), name = equation.outs, equation.name
-        dims = self._dims(out)
-        first = equation.ins[0]
-        if name in LAYOUT:
-            x = env[first]
-            if name == "broadcast_in_dim":
-                at = equation.params["broadcast_dimensions"]
-                x = x.reshape([x.shape[at.index(i)] if i in at else 1 for i in range(len(dims))])
-                return x
-            if name == "transpose":
-                return x.transpose(equation.params["permutation"])
-            return _moved(x, self._dims(first), dims)
-        if name in _REDUCTIONS:
-            return _REDUCTIONS[name](env[first], axis=equation.params["axes"])
-        if name == "dot_general":
-            given, names = [], []
-            for i, v in enumerate(equation.ins):
-                leaf = self.leaves.get((equation, i))
-                x, axes = (arrays[leaf], leaf.dims) if leaf else (env[v], self._dims(v))
-                given.append(_moved(x, axes, tuple(d for d in axes if d is not None)))
-                names.append([d for d in axes if d is not None])
-            letters = {d: i for i, d in enumerate(dict.fromkeys((*names[0], *names[1])))}
-            kept = [d for d in dims if d is not None]
-            x = np.einsum(
-                given[0], [letters[d] for d in names[0]], given[1], [letters[d] for d in names[1]],
-                [letters[d] for d in kept],
-            )  # fmt: skip
-            return _moved(x, tuple(kept), dims)
-        operands = []
-        for i, v in enumerate(equation.ins):
-            leaf = self.leaves.get((equation, i))
-            if v in env:
-                operands.append(env[v])
-            elif leaf is not None:
-                operands.append(_spread(arrays[leaf], leaf.dims, dims) if v.shape else arrays[leaf])
-            else:
-                operands.append(np.asarray(number(v)).astype(bool if v.dtype == bool else float))
-        dtype = np.float64 if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
-        if name == "reduce_precision":
-            return operands[0]
-        found = elementwise(equation, operands, dtype)
-        if found is None:
-            raise Unclear(f"{name} in its gradient")
-        return found
-
-
-def _spread(x: np.ndarray, old: Dims, new: Dims) -> np.ndarray:
-    """An array with one element along the axes that it lacks."""
-    kept = tuple(d if d in old else None for d in new)
-    return _moved(x, old, kept)
