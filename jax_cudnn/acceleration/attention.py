@@ -100,6 +100,8 @@ def _region(program: Program, follower: Follower) -> Region:
     dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
     found, derivative = _roles(follower, state.axis, not read_elsewhere), None
     scores = read(state.of, follower.product.outs[0], dims_of)
+    scores.masks += [Side(mask, dims, negated=not kept) for mask, dims, kept in state.hidden]
+    scores.infinite |= bool(state.hidden)
     if read_elsewhere:
         operands = found.q, found.k, found.v
         biases = [*enumerate(scores.biases, len(operands))]
@@ -253,6 +255,10 @@ def _built(
             mean = va.mean(2 if heads_first else 1, keepdims=True)
             blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
             out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
+        if follower.zeroed and (mask is not None or count is not None):
+            sees = _sees(mask, count, seen, t, s)
+            sees = sees if heads_first else jnp.swapaxes(sees, 1, 2)
+            out = jnp.where(sees[..., None], out, jnp.asarray(0, out.dtype))
         if v.factor != 1:
             out = out * jnp.asarray(v.factor, out.dtype)
         axes = [*f.order(f.query, heads_first), *(("E", j) for j in range(len(v_free)))]
@@ -336,6 +342,21 @@ def _band_arguments(seen: Seen) -> dict[str, Any]:
         left = most if seen.left is None else seen.left - 1
         given["local_window_size"] = (left, most if seen.right is None else seen.right)
     return given
+
+
+def _sees(mask: Any, count: Any, seen: Seen | None, queries: int, keys: int) -> Any:
+    """Which queries see a key, as (B or 1, N or 1, T)."""
+    query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None]
+    if seen is not None and seen.bottom_right:
+        query = query + (keys - queries)
+    found = jnp.ones((1, 1, queries, keys), bool) if mask is None else mask
+    if count is not None:
+        found = found & (key < count[:, None, None, None])
+    if seen is not None and seen.right is not None:
+        found = found & (key <= query + seen.right)
+    if seen is not None and seen.left is not None:
+        found = found & (key > query - seen.left)
+    return found.any(-1)
 
 
 def _to_scores(x: Any, side: Side, f: _Found) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .scores import CASTS, LAYOUT, Dims, follow, moved, number, unchanged
+from .scores import CASTS, HIDING, LAYOUT, Dims, follow, moved, narrowed, number, unchanged
 from .values import ELEMENTWISE, Equation, Value, free_dims
 
 SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
@@ -18,13 +18,15 @@ PROB, SUMS, OUT = "probabilities", "sums of exponentials", "result"
 class State:
     """What a value is. ``dims``: the axis of the scores along which each of its dimensions varies,
     or None. ``of``: the scores whose softmax it belongs to. ``shift``: what was subtracted from
-    them. ``axis``: the axis over which was reduced."""
+    them. ``axis``: the axis over which was reduced. ``hidden``: masks by which exponentials are 0,
+    as (mask, its dims, whether it is True where they are not)."""
 
     kind: str
     dims: Dims
     of: Value | None = None
     shift: Value | None = None
     axis: int | None = None
+    hidden: frozenset[tuple[Value, Dims, bool]] = frozenset()
 
     def at(self, dims: Dims) -> State:
         return replace(self, dims=dims)
@@ -40,6 +42,7 @@ class Follower:
         self.states: dict[Value, State] = {scores: State(SCORES, dims)}
         self.second: Equation | None = None
         self.dropped: list[str] = []
+        self.zeroed = False  # whether a query that sees no key has the result 0
         follow(scores, self._follow)
 
     def _follow(self, equation: Equation) -> State | None:
@@ -83,7 +86,7 @@ class Follower:
         if equation.name == "reduce_max":
             return State(ROW, dims, axis=axis) if state.kind == SCORES else None
         right = state.kind == EXP and state.axis in (None, axis)
-        return State(SUM, dims, state.of, state.shift, axis) if right else None
+        return State(SUM, dims, state.of, state.shift, axis, state.hidden) if right else None
 
     def _elementwise(self, equation: Equation, given: list[State | None]) -> State | None:
         dims = self._common(equation, given)
@@ -117,6 +120,7 @@ class Follower:
         first = states[0]
         ordered = len(states) == 2 and given[0] is states[0]
         same = len(states) == 2 and states[0].of is states[1].of
+        same = same and states[0].hidden == states[1].hidden
         match kinds:
             case ["scores"] if name == "exp":
                 return State(EXP, dims, equation.ins[0])
@@ -136,12 +140,12 @@ class Follower:
                 return State(PROB, dims, first.of, None, first.axis)
             case ["sum"] if name == "abs":  # of exponentials
                 return first.at(dims)
-            case ["sum"] if name == "log":
+            case ["sum"] if name == "log" and not first.hidden:
                 return State(LOGSUM, dims, first.of, first.shift, first.axis)
             case ["sum"] if name == "div" and given[1] is first and number(equation.ins[0]) == 1:
-                return State(INVERSE, dims, first.of, first.shift, first.axis)
+                return replace(first, kind=INVERSE, dims=dims)
             case ["sum"] if name == "integer_pow" and equation.params["y"] == -1:
-                return State(INVERSE, dims, first.of, first.shift, first.axis)
+                return replace(first, kind=INVERSE, dims=dims)
             case ["log of sum", "row"] | ["row", "log of sum"] if name in ("add", "add_any"):
                 at = kinds.index(LOGSUM)
                 row = [v for v, s in zip(equation.ins, given, strict=True) if s is states[1 - at]]
@@ -152,25 +156,67 @@ class Follower:
                     return State(LOGPROB, dims, first.of, None, states[1].axis)
             case ["exponentials", "sum"] if name == "div" and ordered and same:
                 if states[0].shift is states[1].shift:
-                    return State(PROB, dims, first.of, None, states[1].axis)
+                    return State(PROB, dims, first.of, None, states[1].axis, first.hidden)
             case ["exponentials", "1 / sum"] | ["1 / sum", "exponentials"] if same:
                 if name == "mul" and states[0].shift is states[1].shift:
                     axis = next(s.axis for s in states if s.kind == INVERSE)
-                    return State(PROB, dims, first.of, None, axis)
+                    return State(PROB, dims, first.of, None, axis, first.hidden)
             case ["sums of exponentials", "sum"] if name == "div" and ordered and same:
                 if states[0].shift is states[1].shift and states[0].axis == states[1].axis:
-                    return State(OUT, dims, first.of, None, first.axis)
+                    return State(OUT, dims, first.of, None, first.axis, first.hidden)
             case ["sums of exponentials", "1 / sum"] | ["1 / sum", "sums of exponentials"] if same:
                 if name == "mul" and states[0].shift is states[1].shift:
-                    return State(OUT, dims, first.of, None, states[0].axis)
-            case ["exponentials"] if name == "select_n":
-                self.dropped.append(
-                    "exponentials are masked, as by softmax(where=...): mask the scores instead, "
-                    "jnp.where(mask, scores, -1e30)"
-                )
+                    return State(OUT, dims, first.of, None, states[0].axis, first.hidden)
+            case ["exponentials"] if name == "select_n" and len(equation.ins) == 3 and not given[0]:
+                mask = self._mask(equation, given, dims)
+                if mask is not None:
+                    hidden = first.hidden if self._masks(first, mask) else first.hidden | {mask}
+                    return replace(first, dims=dims, hidden=hidden)
+            case ["probabilities"] if name == "select_n" and self._zeroes(equation, given, dims):
+                self.zeroed = True
+                return first.at(dims)
             case ["probabilities"] if len(equation.ins) > 1:
                 self.dropped.append(f"the probabilities meet another array ({name}), as in dropout")
         return None
+
+    def _mask(self, equation: Equation, given: list[State | None], dims: Dims) -> Any:
+        """The mask of a choice between a value and 0, its dims, and whether it is True where the
+        value is kept."""
+        at = 1 if given[1] is not None else 2
+        if number(equation.ins[3 - at]) != 0:
+            return None
+        which = equation.ins[0]
+        return (*narrowed(which, dims if which.shape else ()), at == 2)
+
+    def _masks(self, state: State, mask: Any) -> bool:
+        """Whether a mask hides scores, too."""
+        value = state.of
+        while value is not None and (made := value.made_by) is not None:
+            known = [v for v in made.ins if v in self.states]
+            inner = [v for v in known if self.states[v].kind == SCORES]
+            if len(inner) != 1 or value not in self.states:
+                return False
+            if made.name == "select_n" and len(made.ins) == 3 and made.ins[0] is not inner[0]:
+                which, kept = made.ins[0], made.ins[2] is inner[0]
+                least = number(made.ins[1 if kept else 2])
+                dims = self.states[value].dims if which.shape else ()
+                if least is not None and least <= HIDING:
+                    if (*narrowed(which, dims), kept) == mask:
+                        return True
+            (value,) = inner
+        return False
+
+    def _zeroes(self, equation: Equation, given: list[State | None], dims: Dims) -> bool:
+        """Whether a choice makes probabilities 0 that are 0 already."""
+        if len(equation.ins) != 3 or given[0] is not None:
+            return False
+        state = given[1] or given[2]
+        mask = self._mask(equation, given, dims)
+        return (
+            state is not None
+            and mask is not None
+            and (mask in state.hidden or self._masks(state, mask))
+        )
 
     def _root(self, value: Value) -> Value:
         """A row before it was broadcast, cast or kept from the gradient."""
@@ -216,4 +262,4 @@ class Follower:
         sized = zip(dims, equation.outs[0].shape, strict=True)
         dims = tuple(d if n != 1 else None for d, n in sized)
         kind = OUT if state.kind == PROB else SUMS
-        return State(kind, dims, state.of, state.shift, axis)
+        return State(kind, dims, state.of, state.shift, axis, state.hidden)

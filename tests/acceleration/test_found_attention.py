@@ -89,6 +89,17 @@ def relative(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", nn.softmax(s), v)
 
 
+def masked_in_softmax(q, k, v, mask):
+    p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), where=mask)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def masked_after_exp(q, k, v, mask):
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / 3
+    e = jnp.where(mask, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return jnp.einsum("bhts,bshd->bthd", e / e.sum(-1, keepdims=True), v)
+
+
 LOW = float(jnp.finfo("float32").min)
 CASES = {
     **{how: (lambda q, k, v, h=how: causal(q, k, v, how=h), "causal") for how in (
@@ -128,6 +139,10 @@ CASES = {
     "bottom right": (
         lambda q, k, v: attend(q[:, :5], k, v, jnp.tril(jnp.ones((5, T), bool), T - 5)), "causal"),
     "scaled before": (lambda q, k, v: attend(q * 0.25, k, v), ""),
+    "where of softmax": (
+        lambda q, k, v: masked_in_softmax(q, k, v, jnp.tril(jnp.ones((T, T), bool))), "causal"),
+    "exponentials masked": (
+        lambda q, k, v: masked_after_exp(q, k, v, jnp.tril(jnp.ones((T, T), bool))), "causal"),
     "softcap": (softcapped, "causal, a score_mod"),
     "relative": (relative, "a bias"),
 }  # fmt: skip
@@ -221,12 +236,26 @@ def test_near_misses_say_what_to_change():
     )  # fmt: skip
     assert "cast it to bfloat16" in found(wide, *half)[1][0]
 
-    def masked_late(q, k, v):
-        scores = jnp.einsum("bthd,bshd->bhts", q, k)
-        p = nn.softmax(scores, where=jnp.tril(jnp.ones((T, T), bool)))
-        return jnp.einsum("bhts,bshd->bthd", p, v)
 
-    assert "mask the scores instead" in found(masked_late, q, k, v)[1][0]
+def test_a_query_that_sees_no_key_is_zero_where_softmax_makes_it_zero():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    at = jnp.arange(T)
+    padding = (at >= 4)[None, None, None] & jnp.ones((B, 1, 1, 1), bool)
+    lengths = (at < jnp.array([3, 0])[:, None])[:, None, None]
+
+    def both(q, k, v, mask):
+        return masked_in_softmax(q, k, v, mask & jnp.tril(jnp.ones((T, T), bool)))
+
+    for fn in (masked_in_softmax, both):
+        for mask in (padding, lengths, jnp.zeros((B, N, T, T), bool)):
+            want, got = fn(q, k, v, mask), jax.jit(replaced(fn))(q, k, v, mask)
+            assert len(found(fn, q, k, v, mask)[0]) == 1
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    want = jax.grad(lambda *x: (both(*x, padding) ** 2).sum(), (0, 1, 2))(q, k, v)
+    got = jax.grad(lambda *x: (replaced(both)(*x, padding) ** 2).sum(), (0, 1, 2))(q, k, v)
+    for a, b in zip(want, got, strict=True):
+        assert np.isfinite(np.asarray(b)).all()
+        np.testing.assert_allclose(b, jnp.nan_to_num(a), rtol=1e-4, atol=1e-4)
 
 
 def test_what_only_looks_like_attention_is_left():
@@ -247,7 +276,25 @@ def test_what_only_looks_like_attention_is_left():
         e = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k))
         return jnp.einsum("bhts,bshd->bthd", e / (1 + e.sum(-1, keepdims=True)), v)
 
-    for fn in (other_axis, wrong_sum, other_total, with_a_one):
+    mask = jnp.arange(T) < 5
+
+    def zeroed(q, k, v):  # the others are not made larger
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", jnp.where(mask, p, 0), v)
+
+    def another_mask(q, k, v):
+        e = jnp.exp(jnp.einsum("bthd,bshd->bhts", q, k))
+        p = jnp.where(mask, e, 0) / jnp.where(mask[::-1], e, 0).sum(-1, keepdims=True)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    def turned(q, k, v):
+        square = mask[:, None] & mask
+        s = jnp.einsum("bthd,bshd->bhts", q, k)
+        e = jnp.exp(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -jnp.inf))
+        p = jnp.where(jnp.tril(jnp.ones((T, T), bool)).T | square, e / e.sum(-1, keepdims=True), 0)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    for fn in (other_axis, wrong_sum, other_total, with_a_one, zeroed, another_mask, turned):
         assert not found(fn, q, k, v)[0]
         np.testing.assert_allclose(replaced(fn)(q, k, v), fn(q, k, v), rtol=1e-5, atol=1e-5)
 
