@@ -4,7 +4,7 @@ forward and backward together where the region is differentiated."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._core import auto, compat, context
 from .._core.cuda import CudaDevice
 from .._core.errors import JaxCudnnError
+from .._core.graph.source import users_place
 from .._core.graph.spec import GraphSpec
 from .._core.planning import losses, placement
 from .._core.planning.deviceless.profiles import Profile
@@ -40,9 +41,16 @@ def site() -> Site | None:
 
 def decide(program: Program, where: Site) -> None:
     """Replaces the regions that cuDNN runs by functions that decide again when differentiated."""
+    decided: dict[Hashable, Region] = {}
     for inner in program.programs:
         for region in inner.found:
-            _decide(region, where)
+            key = region.signature(users_place(compat.user_frames(region.first.written)))
+            same = decided.setdefault(key, region)
+            if same is region:
+                _decide(region, where)
+            else:  # as of another layer
+                region.outcome, region.gain = same.outcome, same.gain
+                region.emit = region.emit if region.backward else same.emit
         inner.regions = [region for region in inner.found if not region.outcome]
 
 

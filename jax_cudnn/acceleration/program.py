@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from .._core.graph.reference import NARROW, evaluate
 from .._core.graph.spec import GraphSpec
 from .._core.implementation import AUTO
 from .._core.primitive import cudnn_p
-from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, bound
+from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, bound, read
 
 _CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
 
@@ -106,6 +106,27 @@ class Region:
         floats = [v.dtype for v in self.inside if jnp.issubdtype(v.dtype, jnp.floating)]
         return any(dtype.itemsize < 4 for dtype in floats)
 
+    def signature(self, place: str) -> Hashable:
+        """Equal for regions of which the same is to be decided, and computed by the same function:
+        those of one line with equal equations."""
+        at: dict[Value, Hashable] = {}
+        key: list[Hashable] = [place, self.kind, self.what]
+        for i, value in enumerate(self.inputs):
+            at[value] = i
+            key.append((value.aval, value.varies, None if value.depth is None else id(value)))
+        if self.backward is not None:
+            at[self.backward.cotangent] = -1
+        for i, e in enumerate(sorted({*self._order} | self.replaced, key=lambda e: e.at)):
+            params = tuple(sorted(e.params.items()))
+            key.append((e.name, params, *(at[v] if v in at else _identity(v) for v in e.ins)))
+            at |= {v: (i, j) for j, v in enumerate(e.outs)}
+        key.append(tuple((at[value], value.aval) for value in self.outputs))
+        try:
+            hash(tuple(key))
+        except TypeError:  # a parameter is not hashable
+            return id(self)
+        return tuple(key)
+
     def differentiated(self, *arrays: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
         """The result, and a function of its cotangent that computes the gradients."""
         assert self.backward is not None
@@ -133,8 +154,7 @@ class Region:
         env = dict(zip(self.inputs, arrays, strict=True))
         for equation in self._order:
             if not {*equation.outs} <= env.keys():
-                results = bound(equation.jaxpr, equation.eqn, [_read(env, v) for v in equation.ins])
-                env.update(zip(equation.outs, results, strict=True))
+                bound([equation], env)
         return env[self.output]
 
 
@@ -247,7 +267,7 @@ class Program:
         opened = self._opened(self._needed({}, set()) - needed)
         wanted = needed | {call for equation in needed for call in equation.calls}
         self._run(self.body, env, ends, wanted, opened)
-        return [_read(env, v) for v in self.outs]
+        return [read(env, v) for v in self.outs]
 
     def _opened(self, left_out: set[Equation]) -> set[Call]:
         """The calls of which a part is replaced, or a value inside is read."""
@@ -278,20 +298,28 @@ class Program:
         return needed
 
     def _run(self, body: Any, env: dict, ends: Any, wanted: set[Any], opened: set[Call]) -> None:
-        for item in body:
-            if item not in wanted:
+        plain: list[Equation | Call] = []  # that follow each other
+        for item in (*body, None):
+            if item is not None and item not in wanted:
                 continue
-            if isinstance(item, Call) and item in opened:
+            ends_here = isinstance(item, Equation) and item in ends
+            rewritten = isinstance(item, Equation) and any(
+                program.holds_regions for program in item.inner.values()
+            )
+            is_open = isinstance(item, Call) and item in opened
+            if item is not None and not (ends_here or rewritten or is_open):
+                plain.append(item)
+                continue
+            if plain:
+                bound(plain, env)
+                plain = []
+            if isinstance(item, Call):
                 with compat.in_place_of(item.eqn, item.eqn):
                     self._run(item.body, env, ends, wanted, opened)
-            elif isinstance(item, Equation) and item in ends:
+            elif item is not None and ends_here:
                 self._emit(ends[item], item, env)
-            else:
-                values = [_read(env, v) for v in item.ins]
-                if isinstance(item, Equation) and any(p.holds_regions for p in item.inner.values()):
-                    made = _rewritten(item, values)
-                else:
-                    made = bound(item.jaxpr, item.eqn, values)
+            elif item is not None:
+                made = _rewritten(item, [read(env, v) for v in item.ins])
                 env.update(zip(item.outs, made, strict=True))
 
     def _emit(self, region: Region, at: Equation, env: dict) -> None:
@@ -299,10 +327,10 @@ class Program:
         backward, first = region.backward, region.first
         if backward is not None and at is not region.last:
             with compat.in_place_of(at.eqn, at.written):
-                gradients = env[region](_read(env, backward.cotangent))
+                gradients = env[region](read(env, backward.cotangent))
             env.update(zip(backward.values, gradients, strict=True))
             return
-        given = [_read(env, v) for v in region.inputs]
+        given = [read(env, v) for v in region.inputs]
         with compat.in_place_of(first.eqn, first.written):
             if backward is None:
                 made = region.emit(*given)
@@ -317,8 +345,11 @@ def _value(env: dict, variable: Any) -> Value:
     return env[variable]
 
 
-def _read(env: dict, value: Value) -> Any:
-    return env[value] if value in env else value.known
+def _identity(value: Value) -> Hashable:
+    """Equal for equal numbers, and for one and the same array."""
+    known = value.known
+    scalar = known is not None and not value.shape
+    return (str(value.dtype), repr(known)) if scalar else id(value if known is None else known)
 
 
 def _as_aval(x: Any, aval: Any) -> Any:
@@ -428,7 +459,9 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
                 several = [*params[key]]
                 several[index] = closed
                 params[key] = tuple(several)
-    return bound(equation.jaxpr, equation.eqn.replace(params=params), values)
+    found = dict(zip(equation.ins, values, strict=True))
+    bound([replace(equation, eqn=equation.eqn.replace(params=params))], found)
+    return [found.get(v) for v in equation.outs]
 
 
 def _policy(policy: Any) -> Any:

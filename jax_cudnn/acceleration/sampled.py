@@ -16,7 +16,7 @@ from .values import Equation, Value
 
 REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
 _SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
-_STEP, _DIRECTIONS, _DRAWS, _AGREES = 1e-5, 8, 6, 1e-5
+_STEP, _DIRECTIONS, _DRAWS, _AGREES = 1e-5, 2, 6, 1e-5
 
 
 @dataclass(frozen=True)

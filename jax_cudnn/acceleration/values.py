@@ -182,11 +182,20 @@ def free_dims(product: Equation) -> list[list[int]]:
     ]
 
 
-def bound(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, under its names and settings."""
-    variables = [*dict.fromkeys(v for v in eqn.invars if not hasattr(v, "val"))]
-    given = {v: x for v, x in zip(eqn.invars, values, strict=True) if not hasattr(v, "val")}
-    outs = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    piece = jaxpr.replace(constvars=[], invars=variables, outvars=outs, eqns=[eqn])
-    made = dict(zip(outs, jax.core.eval_jaxpr(piece, (), *given.values()), strict=True))
-    return [made.get(v) for v in eqn.outvars]
+def bound(items: Sequence[Equation | Call], env: dict[Value, Any]) -> None:
+    """Computes what equations that follow each other do, under their names and settings."""
+    given: dict[Any, Any] = {}
+    made: dict[Any, Value] = {}
+    for item in items:
+        for variable, value in zip(item.eqn.invars, item.ins, strict=True):
+            if not hasattr(variable, "val") and variable not in made:
+                given[variable] = read(env, value)
+        pairs = zip(item.eqn.outvars, item.outs, strict=True)
+        made |= {v: value for v, value in pairs if type(v).__name__ != "DropVar"}
+    eqns = [item.eqn for item in items]
+    piece = items[0].jaxpr.replace(constvars=[], invars=[*given], outvars=[*made], eqns=eqns)
+    env.update(zip(made.values(), jax.core.eval_jaxpr(piece, (), *given.values()), strict=True))
+
+
+def read(env: dict[Value, Any], value: Value) -> Any:
+    return env[value] if value in env else value.known
