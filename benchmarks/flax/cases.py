@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import jax_cudnn as jc
+
 from .models import GPT2, Gemma2, ResNet, UNet3D, ViT, multiply_adds
-from .tables import CUDNN, OURS, PLAIN, WHOLE
+from .tables import CUDNN, OURS, PLAIN, STEP, WHOLE
 
 Batch = tuple[jax.Array, jax.Array]
 _TINY_GEMMA = {"heads": (4, 2), "size": 16, "hidden": 64, "window": 16}
@@ -32,6 +34,7 @@ class FlaxCase:
         optimizer: of optax.
         items: how many of ``unit`` a step is of.
         attends: whether the model takes an ``attention_fn``.
+        steps: whether the whole step is accelerated, too.
     """
 
     name: str
@@ -42,11 +45,12 @@ class FlaxCase:
     items: int
     unit: str
     attends: bool = True
+    steps: bool = False
 
     @property
     def sides(self) -> tuple[str, ...]:
         """The sides that differ: without attention there is no other function of it."""
-        return (OURS, PLAIN, WHOLE, CUDNN) if self.attends else (OURS, PLAIN, WHOLE)
+        return (OURS, PLAIN, WHOLE, *([STEP] * self.steps), *([CUDNN] * self.attends))
 
     def flops(self, model: nnx.Module) -> int:
         """Of a step: those of the forward, and twice as many of its gradients."""
@@ -90,6 +94,23 @@ def step(
     return loss
 
 
+@nnx.jit(donate_argnums=(0, 1))
+def accelerated_step(
+    model: nnx.Module, optimizer: nnx.Optimizer, inputs: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """The same, as one function of the state that ``jc.accelerate`` gets."""
+    graph, state = nnx.split((model, optimizer))
+
+    def run(state: nnx.State, *batch: jax.Array) -> tuple[nnx.State, jax.Array]:
+        both = nnx.merge(graph, state)
+        loss = step.__wrapped__(*both, *batch)
+        return nnx.state(both), loss
+
+    after, loss = jc.accelerate(run)(state, inputs, labels)
+    nnx.update((model, optimizer), after)
+    return loss
+
+
 def cases(tiny: bool = False) -> list[FlaxCase]:
     """Models at the sizes that people train; or the same models of few layers and features."""
     if tiny:
@@ -97,14 +118,14 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
         return [
             _resnet("resnet/tiny", 4, 32, 10, {"blocks": (1, 1), "width": 8}),
             _vit("vit/tiny", 4, 16, 10, {"patch": 4, **attending}),
-            _gpt2("gpt2/tiny", 2, 32, 64, attending),
+            _gpt2("gpt2/tiny", 2, 32, 64, attending, steps=True),
             _gemma2("gemma2/tiny", 2, 32, 64, {**_TINY_GEMMA, "width": 32, "depth": 2}),
             _unet("unet3d/tiny", 2, 8, {"width": 8, "levels": 2}),
         ]
     return [
         _resnet("resnet50/batch-256", 256, 224, 1000),
-        _vit("vit-b-16/batch-256", 256, 224, 1000),
-        _gpt2("gpt2-124m/32x1024", 32, 1024, 50304),
+        _vit("vit-b-16/batch-256", 256, 224, 1000, steps=True),
+        _gpt2("gpt2-124m/32x1024", 32, 1024, 50304, steps=True),
         _gpt2("gpt2-124m/4x8192", 4, 8192, 50304),
         _gpt2("gpt-1.3b/4x2048", 4, 2048, 50304, {"width": 2048, "depth": 24, "heads": 16}),
         _gemma2("gemma2-8-layers/2x4096", 2, 4096, 32768),

@@ -26,9 +26,9 @@ from jax_cudnn.flax import accelerate, report
 from ..case import LIMIT
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
 from . import gradients
-from .cases import Batch, FlaxCase, step
+from .cases import Batch, FlaxCase, accelerated_step, step
 from .profile import profile
-from .tables import OURS, PLAIN, WHOLE
+from .tables import OURS, PLAIN, STEP, WHOLE
 
 _LEAST = 5  # rounds
 _ISSUED = 5  # calls of which each is issued to a free device
@@ -143,7 +143,8 @@ def _ready(
     for side in case.sides:
         try:
             made[side] = _made(case, side, initial, batch)
-            lowered[side] = step.lower(made[side].model, made[side].optimizer, *batch)
+            program = accelerated_step if side == STEP else step
+            lowered[side] = program.lower(made[side].model, made[side].optimizer, *batch)
         except Exception as error:
             not_run[side] = told(error)
     # After all is lowered: our choice is measured on a free device, which XLA's compiler is not.

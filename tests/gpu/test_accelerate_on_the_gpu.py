@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from acceleration import test_found_attention as spelled
 from acceleration.test_accelerate import attend
 from acceleration.test_program import arrays
 
@@ -67,3 +68,49 @@ def test_float32_keeps_the_users_backward():
     plain = jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))
     for want, got in zip(plain(*args), gradient(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
+
+
+def _errors(step, args, places):
+    """Norms of the errors of a step's results against float32, of the original and of ours; and
+    the graphs of ours."""
+    half = [x.astype("bfloat16") if i in places else x for i, x in enumerate(args)]
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(step)(*args)
+    fast = jc.accelerate(step, only="attention")
+    names = [name for name, _ in in_jaxpr(jax.make_jaxpr(fast)(*half).jaxpr)]
+    norms = []
+    for found in (jax.jit(step)(*half), jax.jit(fast)(*half)):
+        pairs = zip(jax.tree.leaves(exact), jax.tree.leaves(found), strict=True)
+        norms.append([np.linalg.norm(np.float64(b) - np.float64(a)) for a, b in pairs])
+    sizes = [np.linalg.norm(np.float64(x)) for x in jax.tree.leaves(exact)]
+    return sizes, *norms, names
+
+
+BOTH = ["dot_product_attention", "dot_product_attention (backward)"]
+
+
+@pytest.mark.parametrize("name", spelled.CASES)
+def test_a_step_that_differentiates_itself(name, monkeypatch):
+    for size, value in (("B", 4), ("T", 512), ("N", 8), ("H", 64)):
+        monkeypatch.setattr(spelled, size, value)
+    fn, _ = spelled.CASES[name]
+    if name == "buffer":
+        pytest.skip("its mask is of 32 positions")
+    args = [x / 2 for x in arrays(*[(4, 512, 8, 64)] * 3)]
+    step = jax.value_and_grad(lambda *x: (fn(*x).astype("float32") ** 2).sum(), (0, 1, 2))
+    sizes, plain, ours, names = _errors(step, args, (0, 1, 2))
+    if name != "one head":
+        assert names == BOTH
+    for size, a, b in zip(sizes, plain, ours, strict=True):
+        assert b <= 1.5 * a + 1e-3 * size
+
+
+def test_the_gradient_of_a_bias_in_a_step():
+    args = arrays(*[(B, T, N, H)] * 3, (N, T, T))
+    step = jax.value_and_grad(
+        lambda *x: (spelled.biased(*x).astype("float32") ** 2).sum(), (0, 1, 2, 3)
+    )
+    sizes, plain, ours, names = _errors(step, args, (0, 1, 2, 3))
+    assert names in (BOTH, [])  # the choice may be XLA's
+    for size, a, b in zip(sizes, plain, ours, strict=True):
+        assert b <= 1.5 * a + 1e-3 * size
