@@ -180,6 +180,13 @@ def in_place_of(named: Any, written: Any) -> Any:
     return source_info_util.user_context(traceback, name_stack=stack)
 
 
+def is_differentiated(equation: Any) -> bool:
+    """Whether JAX's automatic differentiation made an equation."""
+    stack = equation.source_info.name_stack.stack
+    transforms = (x.name for x in stack if isinstance(x, source_info_util.Transform))
+    return any(name in ("jvp", "transpose") for name in transforms)
+
+
 def aval_of(x: Any) -> Any:
     """The abstract value of an array, or of ``jax.ShapeDtypeStruct``."""
     return _core.shaped_abstractify(x) if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)

@@ -20,6 +20,10 @@ from .report import Found
 from .values import Equation
 
 KINDS = ("attention", "product", "convolution", "normalization")
+_DIFFERENTIATED = (
+    "this {} is differentiated inside of the function, which reads values in it: put accelerate "
+    "around the function that is differentiated, jax.grad(jc.accelerate(loss))"
+)
 _MOST = 256  # shapes for which a function's regions are kept
 
 
@@ -253,7 +257,9 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
         for module in (attention, epilogues, norms):
             try:
                 for region in module.find(inner, kinds, taken, missed):
-                    if not (strict and region.rounds):
+                    if module is not attention and region.is_differentiated:
+                        missed.append((region.first, _DIFFERENTIATED.format(region.kind)))
+                    elif not (strict and region.rounds):
                         inner.add(region)
             except Exception as error:  # the function then runs as it was
                 choice.log.warning(choice.FAILED, f"look at {module.__name__}", exc_info=error)

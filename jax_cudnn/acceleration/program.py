@@ -101,6 +101,12 @@ class Region:
         return {v for e in self.replaced for v in e.outs} - {*self.outputs}
 
     @property
+    def is_differentiated(self) -> bool:
+        """Whether its derivative is a part of the same program."""
+        eqns = (x.eqn for e in self.equations for x in (e, *e.calls))
+        return any(map(compat.is_differentiated, eqns))
+
+    @property
     def rounds(self) -> bool:
         """Whether a value inside has fewer bits than float32."""
         floats = [v.dtype for v in self.inside if jnp.issubdtype(v.dtype, jnp.floating)]

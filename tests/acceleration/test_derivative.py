@@ -182,3 +182,16 @@ def test_a_training_step_runs_one_graph_forward_and_one_backward():
     )
     (region,) = wide.to_json()["regions"]
     assert region["runs_on"] == "XLA"  # cuDNN has no backward of float32: both stay
+
+
+@pytest.mark.deviceless
+def test_a_product_whose_derivative_is_in_the_step_stays_and_is_in_the_report():
+    x, w, b = arrays((4096, 1024), (1024, 4096), (4096,), dtype="bfloat16")
+    loss = lambda w, b: jax.nn.gelu(x @ w + b).astype("float32").sum()  # noqa: E731
+    step = jax.value_and_grad(loss, (0, 1))
+    report = jc.accelerate(step).report(w, b, gpu="H200").to_json()
+    assert report["regions"] == []
+    assert "jax.grad(jc.accelerate(loss))" in report["missed"][0]["why"]
+    with jc.target("H200"):
+        inside = jax.make_jaxpr(jax.value_and_grad(jc.accelerate(loss), (0, 1)))(w, b)
+    assert [name for name, _ in in_jaxpr(inside.jaxpr)]
