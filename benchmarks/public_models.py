@@ -48,7 +48,8 @@ class Model:
 
 
 def measure(model: Model) -> dict[str, Any]:
-    """What is found in the forward and runs on cuDNN; cuDNN's calls in the forward and in a
+    """What is found in the forward and runs on cuDNN; attention with its derivative in a function
+    that differentiates the model itself; cuDNN's calls in the forward and in a
     training step; errors of values and gradients in bfloat16, divided by those of the original,
     both against float32."""
     plain = model.apply(jnp.bfloat16)
@@ -77,12 +78,15 @@ def measure(model: Model) -> dict[str, Any]:
                 (jax.grad(loss(fast)), (model.parameters,)),
             )
         ]
+    whole = jc.accelerate(jax.value_and_grad(loss(plain)), only="attention")
+    of_step = whole.report(model.parameters, gpu=GPU).to_json()["regions"]
     exact, theirs, ours = (results(f) for f in (model.apply(jnp.float32), plain, fast))
     ratios = [_error(b, e) / _error(a, e) for e, a, b in zip(exact, theirs, ours, strict=True)]
     return {
         "attentions": model.attentions,
         "found": dict(found),
         "on_cudnn": dict(on_cudnn),
+        "in_step": sum(region["times"] for region in of_step),
         "calls": calls,
         "error_ratio": [short(ratio, 3) for ratio in ratios],
         "missed": sorted({m["why"] for m in report["missed"]}),
@@ -105,9 +109,11 @@ def render(result: dict[str, Any]) -> str:
         ]
         ratios = " / ".join(f"{ratio:g}" for ratio in entry["error_ratio"])
         calls = " / ".join(map(str, entry["calls"]))
-        rows.append([name, str(entry["attentions"] or ""), *cells, calls, ratios])
+        step = str(entry["in_step"] or "")
+        rows.append([name, str(entry["attentions"] or ""), *cells, step, calls, ratios])
     versions = ", ".join(f"{name} {result['environment'][name]}" for name in _SHOWN)
     titles = ("model", "attentions written", *(f"{kind}s" for kind in KINDS))
+    titles = (*titles, "attentions with their derivative in a step")
     titles = (*titles, "cuDNN's calls, forward / step", "error ratio, value / gradient")
     return f"{result['about']} {versions}.\n\n{table(titles, rows)}"
 

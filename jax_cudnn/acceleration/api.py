@@ -49,7 +49,9 @@ def accelerate(
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
     ``shard_map``, also as a decorator. Put it around the function that is differentiated
-    (``jax.grad(jc.accelerate(loss))``), so that forward and backward are replaced together.
+    (``jax.grad(jc.accelerate(loss))``), so that forward and backward are replaced together. In a
+    function that differentiates itself, as a whole training step, attention is found with its
+    derivative; the report says what else would be.
 
     Args:
         fn: any function of arrays in pytrees, with results in pytrees. Other arguments, such as
@@ -64,7 +66,7 @@ def accelerate(
     Returns: the function. Its ``report(*args)`` says what is found, where, and what became of it.
 
     Scores of -1e4 and less count as hidden. Where all keys of a query are hidden by -inf, the
-    original is NaN and cuDNN's result is not.
+    original is NaN and cuDNN's result is not; with ``softmax(where=...)`` both are 0.
 
     Raises:
         GraphTypeError: ``fn`` is not a function, or a Flax NNX module, or a kind is unknown.

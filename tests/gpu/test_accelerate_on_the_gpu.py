@@ -93,12 +93,13 @@ BOTH = ["dot_product_attention", "dot_product_attention (backward)"]
 
 @pytest.mark.parametrize("name", spelled.CASES)
 def test_a_step_that_differentiates_itself(name, monkeypatch):
-    for size, value in (("B", 4), ("T", 512), ("N", 8), ("H", 64)):
+    sizes = {"B": 4, "T": 256, "N": 4, "H": 64}
+    for size, value in sizes.items():
         monkeypatch.setattr(spelled, size, value)
     fn, _ = spelled.CASES[name]
-    if name == "buffer":
-        pytest.skip("its mask is of 32 positions")
-    args = [x / 2 for x in arrays(*[(4, 512, 8, 64)] * 3)]
+    if name in ("buffer", "mask of numbers", "relative"):
+        pytest.skip("its mask is of 32 positions, or its scores are float32")
+    args = [x / 2 for x in arrays(*[(4, 256, 4, 64)] * 3)]
     step = jax.value_and_grad(lambda *x: (fn(*x).astype("float32") ** 2).sum(), (0, 1, 2))
     sizes, plain, ours, names = _errors(step, args, (0, 1, 2))
     assert names == BOTH
