@@ -130,6 +130,7 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
         _gpt2("gpt-1.3b/4x2048", 4, 2048, 50304, {"width": 2048, "depth": 24, "heads": 16}),
         _gemma2("gemma2-8-layers/2x4096", 2, 4096, 32768),
         _unet("unet3d/2x128", 2, 128),
+        _unet("unet3d/2x64", 2, 64),
     ]
 
 

@@ -1,5 +1,6 @@
 """Products and convolutions with what follows on each element: ``activation(y * scale + bias +
-residual)``. An activation is recognised by its values, however it is written."""
+residual)``; transposed convolutions. An activation is recognised by its values, however it is
+written."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops import conv, matmul
+from ..ops import conv, conv_transpose, matmul
 from .activations import activation
 from .program import Missed, Program, Region
 from .scores import CASTS, Side, narrowed, number
@@ -138,8 +139,10 @@ def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> 
     params, (x, w) = equation.params, equation.ins
     precision = _precision(params)
     fits = str(x.dtype) in _FLOATS and x.dtype == w.dtype and params["batch_group_count"] == 1
-    if not fits or {*params["lhs_dilation"]} - {1} or precision is False or x is w:
+    if not fits or precision is False or x is w:
         return None
+    if {*params["lhs_dilation"]} - {1}:
+        return _transposed(equation, precision)
     numbers = params["dimension_numbers"]
     axis = numbers.out_spec[1]
     found = _Epilogue(equation.outs[0], {equation})
@@ -166,6 +169,23 @@ def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> 
     inputs = [x, w, *(side.value for side in sides), *residual]
     what = f"{x.dtype} {[*x.shape]} with {[*w.shape]}{_words(found)}"
     return Region("convolution", found.equations, inputs, found.last, emit, what)
+
+
+def _transposed(equation: Equation, precision: Any) -> Region | None:
+    """A convolution of a dilated image: XLA multiplies its zeros, too. What follows stays."""
+    params, (x, w), (out,) = equation.params, equation.ins, equation.outs
+    if {*params["window_strides"]} - {1} or params["feature_group_count"] != 1:
+        return None
+
+    def emit(x: Any, w: Any) -> Any:
+        return conv_transpose(
+            x, w, strides=params["lhs_dilation"], padding=params["padding"],
+            dilation=params["rhs_dilation"], dimension_numbers=params["dimension_numbers"],
+            precision=precision, preferred_element_type=str(out.dtype),
+        )  # fmt: skip
+
+    what = f"{x.dtype} {[*x.shape]} with {[*w.shape]}, transposed"
+    return Region("convolution", {equation}, [x, w], out, emit, what)
 
 
 def _precision(params: Any) -> Any:

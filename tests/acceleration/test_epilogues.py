@@ -199,6 +199,46 @@ def test_what_is_no_normalization_is_left():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), "SAME"),
+        lambda x, w: jax.lax.conv_transpose(x, w, (2, 3), "VALID"),
+        lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), ((1, 2), (2, 1)), rhs_dilation=(2, 1)),
+        lambda x, w: jax.lax.conv_transpose(
+            x, jnp.swapaxes(w, 2, 3), (2, 2), "SAME", transpose_kernel=True
+        ),
+        lambda x, w: conv(x, w, lhs_dilation=(2, 2), padding=((1, 1), (1, 2))),
+    ],
+)
+def test_transposed_convolutions(make):
+    program, _ = search(jax.make_jaxpr(make)(IMAGE, KERNEL), KINDS)
+    (region,) = program.found
+    assert region.what.endswith("transposed")
+    step = lambda f: jax.value_and_grad(lambda *x: (f(*x) ** 2).sum(), (0, 1))  # noqa: E731
+    want, got = step(make)(IMAGE, KERNEL), step(replaced(make))(IMAGE, KERNEL)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_dilated_images_that_are_no_transposed_convolution_stay():
+    for given in ({"window_strides": (2, 2)}, {"feature_group_count": 2}):
+        kernel = KERNEL[:, :, :2] if "feature_group_count" in given else KERNEL
+        given |= {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}
+        wide = lambda x, w, g=given: conv(x, w, **g)  # noqa: E731
+        program, _ = search(jax.make_jaxpr(wide)(IMAGE, kernel), KINDS)
+        assert not program.found
+
+
+@pytest.mark.deviceless
+def test_padding_that_no_transposed_convolution_has_stays_with_a_reason():
+    x, w = (a.astype("bfloat16") for a in (IMAGE, KERNEL))
+    wide = lambda x, w: conv(x, w, lhs_dilation=(2, 2), padding=((5, 5), (0, 0)))  # noqa: E731
+    (region,) = jc.accelerate(wide).report(x, w, gpu="H200").to_json()["regions"]
+    assert region["runs_on"] == "XLA"
+    assert "padding" in region["why"]
+
+
 def test_a_convolution_of_volumes_is_taken_alone_and_no_cast_to_more_bits():
     x, w, b = (a.astype("bfloat16") for a in arrays((1, 4, 6, 8, 8), (3, 3, 3, 8, 16), (16,)))
     numbers = ("NDHWC", "DHWIO", "NDHWC")
