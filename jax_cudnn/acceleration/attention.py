@@ -20,7 +20,8 @@ from .derivative import backward
 from .known import is_known
 from .masks import Positions, Seen, band, conjuncts, lengths
 from .operands import Operand, operand
-from .program import Missed, Program, Region
+from .program import Missed, Program
+from .region import Region
 from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod, unwidened
 from .softmax import OUT, SCORES, Follower
 from .values import Equation, Value, between, free_dims

@@ -22,7 +22,8 @@ from .._core.planning.planned_graph import XLA
 from .._core.plans.collect import in_jaxpr
 from .._core.plans.support import default_devices
 from .._core.settings import settings
-from .program import Program, Region
+from .program import Program
+from .region import Region
 
 log = logging.getLogger("jax_cudnn")
 Site = Profile | CudaDevice

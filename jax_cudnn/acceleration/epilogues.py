@@ -15,7 +15,8 @@ import numpy as np
 
 from ..ops import conv, conv_transpose, matmul
 from .activations import activation
-from .program import Missed, Program, Region
+from .program import Missed, Program
+from .region import Region
 from .scores import CASTS, Side, narrowed, number
 from .values import ELEMENTWISE, Equation, Value
 

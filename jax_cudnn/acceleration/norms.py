@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..ops import layer_norm, rms_norm
-from .program import Missed, Program, Region
+from .program import Missed, Program
+from .region import Region
 from .scores import (
     CASTS,
     LAYOUT,

@@ -11,7 +11,8 @@ from typing import Any
 from .._core import compat
 from .._core.graph.source import users_place
 from .._core.plans.table import aligned
-from .program import Missed, Program, Region
+from .program import Missed, Program
+from .region import Region
 from .values import Equation
 
 _FIELDS = ("kind", "what", "at", "runs_on", "gain", "why")

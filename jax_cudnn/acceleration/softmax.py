@@ -126,6 +126,11 @@ class Follower:
                 return State(EXP, dims, equation.ins[0])
             case [*all_] if {*all_} == {SCORES}:
                 return State(SCORES, dims)
+            case ["row"] if name == "max" and not alone and self._is_carried(equation, given):
+                self.dropped.append(
+                    "a softmax over blocks of keys, whose maximum is carried: write it over all "
+                    "keys, as jax.nn.dot_product_attention, of which cuDNN keeps no scores either"
+                )
             case [*all_] if {*all_} == {ROW} and alone:
                 axes = {s.axis for s in states}
                 return State(ROW, dims, axis=axes.pop()) if len(axes) == 1 else None
@@ -178,6 +183,11 @@ class Follower:
             case ["probabilities"] if len(equation.ins) > 1:
                 self.dropped.append(f"the probabilities meet another array ({name}), as in dropout")
         return None
+
+    def _is_carried(self, equation: Equation, given: list[State | None]) -> bool:
+        """Whether a maximum is met by an array that enters the program, as of a loop."""
+        others = [v for v, s in zip(equation.ins, given, strict=True) if s is None]
+        return all(self._root(v).made_by is None and v.known is None for v in others)
 
     def _mask(self, equation: Equation, given: list[State | None], dims: Dims) -> Any:
         """The mask of a choice between a value and 0, its dims, and whether it is True where the

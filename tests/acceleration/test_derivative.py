@@ -85,6 +85,57 @@ def test_of_a_bias(shape):
     check(scaled, q, k, v, bias, grad=False)
 
 
+def test_of_a_sum_whose_cotangent_is_one_number():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    for total in (jnp.sum, jnp.mean):
+        step = jax.value_and_grad(lambda *x, t=total: t(causal(*x)), (0, 1, 2))
+        assert found(step, q, k, v) == ([True], [])
+        check(step, q, k, v, grad=False)
+
+
+def test_of_two_biases_one_of_which_is_inside_of_a_softcap():
+    q, k, v, inner, outer = arrays(*[(B, T, N, H)] * 3, *[(N, T, T)] * 2)
+
+    def capped(q, k, v, inner, outer):
+        s = jnp.einsum("bthd,bshd->bhts", q, k)
+        s = 3 * jnp.tanh((s + inner) / 3) + outer
+        return jnp.einsum("bhts,bshd->bthd", nn.softmax(s), v)
+
+    def summed(q, k, v, inner, outer):
+        return biased(q, k, v, inner + outer)
+
+    def apart(q, k, v, inner, outer):
+        s = 2 * (jnp.einsum("bthd,bshd->bhts", q, k) + inner) + outer
+        return jnp.einsum("bhts,bshd->bthd", nn.softmax(s), v)
+
+    args = q, k, v, inner, outer
+    for fn in (capped, summed, apart):
+        for places in ((0, 3), (0, 4), (0, 1, 2, 3, 4)):
+            step = step_of(fn, places)
+            for want, got in zip(
+                jax.tree.leaves(step(*args)), jax.tree.leaves(replaced(step)(*args)), strict=True
+            ):
+                np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert found(step_of(capped, (0, 4)), *args)[0] == [True]
+    assert found(step_of(capped, (0, 3)), *args)[0] == []
+
+
+def test_gradients_before_the_result_stay():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def early(q, k, v, g):
+        p = nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        dp = jnp.einsum("bthd,bshd->bhts", g, v)
+        ds = p * (dp - (dp * p).sum(-1, keepdims=True))
+        dq = jnp.einsum("bhts,bshd->bthd", ds, k)
+        return dq, jnp.einsum("bhts,bshd->bthd", p, v)
+
+    args = q, k, v, q + 1
+    assert found(early, *args)[0] == []
+    for a, b in zip(early(*args), replaced(early)(*args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_what_else_reads_a_value_inside_is_in_the_report():
     q, k, v = arrays(*[(B, T, N, H)] * 3)
 

@@ -237,6 +237,29 @@ def test_near_misses_say_what_to_change():
     assert "cast it to bfloat16" in found(wide, *half)[1][0]
 
 
+def test_a_softmax_over_blocks_of_keys_is_a_near_miss():
+    q, k, v = arrays(*[(T, H)] * 3)
+
+    def blocks(q, k, v):
+        def step(carry, block):
+            most, total, out = carry
+            s = q @ block[0].T
+            new = jnp.maximum(most, s.max(-1))
+            e, past = jnp.exp(s - new[:, None]), jnp.exp(most - new)
+            total = total * past + e.sum(-1)
+            return (new, total, out * past[:, None] + e @ block[1]), None
+
+        start = jnp.full(T, -jnp.inf), jnp.zeros(T), jnp.zeros((T, H))
+        parts = [x.reshape(3, T // 3, H) for x in (k, v)]
+        (_, total, out), _ = jax.lax.scan(step, start, parts)
+        return out / total[:, None]
+
+    whats, (missed,) = found(blocks, q, k, v)
+    assert whats == []
+    assert "over blocks of keys" in missed
+    np.testing.assert_array_equal(replaced(blocks)(q, k, v), blocks(q, k, v))
+
+
 def test_a_query_that_sees_no_key_is_zero_where_softmax_makes_it_zero():
     q, k, v = arrays(*[(B, T, N, H)] * 3)
     at = jnp.arange(T)

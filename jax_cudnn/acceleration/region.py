@@ -1,0 +1,174 @@
+"""What is found: equations, and the function that takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core import compat
+from .values import ELEMENTWISE, Equation, Value, bound
+
+_CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The derivative of a region, where the program has it: from the cotangent of the result, as
+    ``to_output`` brings it to the result's shape, to ``gradients``: values of the program, of which
+    input each is the gradient, and what brings that to the value's shape."""
+
+    equations: set[Equation]
+    cotangent: Value
+    to_output: Callable[[Any], Any]
+    gradients: list[tuple[Value, int, Callable[[Any], Any]]]
+
+    @property
+    def values(self) -> list[Value]:
+        return [value for value, *_ in self.gradients]
+
+    @property
+    def first(self) -> Equation:
+        made = (value.made_by for value in self.values)
+        return min((e for e in made if e is not None), key=lambda e: e.at)
+
+
+@dataclass(eq=False)
+class Region:
+    """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead; with
+    ``backward`` those of its derivative, too."""
+
+    kind: str
+    equations: set[Equation]
+    inputs: list[Value]
+    output: Value
+    emit: Callable[..., Any]
+    what: str = ""
+    outcome: str = ""
+    """Why XLA runs it; empty where cuDNN does."""
+    gain: str = ""
+    """XLA's time over cuDNN's, and whether it was measured."""
+    backward: Backward | None = None
+    _order: list[Equation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = len(self.inputs)
+        emit, inputs = self.emit, {*self.inputs}
+        everything, todo = {*self.equations}, [*self.equations]
+        while todo:  # what the equations read and the inputs are before, as a scale or a mask
+            for value in todo.pop().ins:
+                made = value.made_by
+                if value in inputs or value.known is not None or made in everything:
+                    continue
+                if made is not None and (made.name in ELEMENTWISE or made.name in _CHEAP):
+                    everything.add(made)
+                    todo.append(made)
+                else:
+                    inputs.add(value)
+                    self.inputs = [*self.inputs, value]
+        self._order = sorted(everything, key=lambda e: e.at)
+        self.emit = lambda *arrays: emit(*arrays[:given])
+
+    @property
+    def last(self) -> Equation:
+        assert self.output.made_by is not None
+        return self.output.made_by
+
+    @property
+    def first(self) -> Equation:
+        return min(self.equations, key=lambda e: e.at)
+
+    @property
+    def replaced(self) -> set[Equation]:
+        return self.equations | (self.backward.equations if self.backward else set())
+
+    @property
+    def outputs(self) -> list[Value]:
+        return [self.output, *(self.backward.values if self.backward else ())]
+
+    @property
+    def inside(self) -> set[Value]:
+        """What the equations compute and nothing else reads."""
+        return {v for e in self.replaced for v in e.outs} - {*self.outputs}
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether its derivative is a part of the same program."""
+        eqns = (x.eqn for e in self.equations for x in (e, *e.calls))
+        return any(map(compat.is_differentiated, eqns))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a value inside has fewer bits than float32."""
+        floats = [v.dtype for v in self.inside if jnp.issubdtype(v.dtype, jnp.floating)]
+        return any(dtype.itemsize < 4 for dtype in floats)
+
+    def signature(self, place: str) -> Hashable:
+        """Equal for regions of which the same is to be decided, and computed by the same function:
+        those of one line with equal equations."""
+        at: dict[Value, Hashable] = {}
+        key: list[Hashable] = [place, self.kind, self.what]
+        for i, value in enumerate(self.inputs):
+            at[value] = i
+            key.append((value.aval, value.varies, None if value.depth is None else id(value)))
+        if self.backward is not None:
+            at[self.backward.cotangent] = -1
+        for i, e in enumerate(sorted({*self._order} | self.replaced, key=lambda e: e.at)):
+            params = tuple(sorted(e.params.items()))
+            key.append((e.name, params, *(at[v] if v in at else _identity(v) for v in e.ins)))
+            at |= {v: (i, j) for j, v in enumerate(e.outs)}
+        key.append(tuple((at[value], value.aval) for value in self.outputs))
+        try:
+            hash(tuple(key))
+        except TypeError:  # a parameter is not hashable
+            return id(self)
+        return tuple(key)
+
+    def differentiated(self, *arrays: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+        """The result, and a function of its cotangent that computes the gradients."""
+        assert self.backward is not None
+        backward = self.backward
+        moving = sorted({i for _, i, _ in backward.gradients})
+
+        def of(*given: Any) -> Any:
+            filled = dict(zip(moving, given, strict=True))
+            return self.emit(*(filled.get(i, x) for i, x in enumerate(arrays)))
+
+        out, pull = jax.vjp(of, *(arrays[i] for i in moving))
+
+        def gradients(cotangent: Any) -> list[Any]:
+            found = dict(
+                zip(moving, pull(backward.to_output(cotangent).astype(out.dtype)), strict=True)
+            )
+            return [
+                as_aval(renamed(found[i]), value.aval) for value, i, renamed in backward.gradients
+            ]
+
+        return out, gradients
+
+    def original(self, *arrays: Any) -> Any:
+        """What the equations compute of the inputs."""
+        env = dict(zip(self.inputs, arrays, strict=True))
+        for equation in self._order:
+            if not {*equation.outs} <= env.keys():
+                bound([equation], env)
+        return env[self.output]
+
+
+def _identity(value: Value) -> Hashable:
+    """Equal for equal numbers, and for one and the same array."""
+    known = value.known
+    scalar = known is not None and not value.shape
+    return (str(value.dtype), repr(known)) if scalar else id(value if known is None else known)
+
+
+def as_aval(x: Any, aval: Any) -> Any:
+    """An array of the type of the value that it replaces."""
+    if x.shape != aval.shape:
+        x = jnp.reshape(x, aval.shape)
+    axes = compat.varying_axes(aval) - compat.varying_axes(jax.typeof(x))
+    x = jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+    return compat.converted(x, aval.dtype, aval.weak_type)
