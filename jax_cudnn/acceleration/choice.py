@@ -56,8 +56,7 @@ def decide(program: Program, where: Site) -> None:
 
 
 def _decide(region: Region, where: Site) -> None:
-    reads = [*region.inputs, *([region.backward.cotangent] if region.backward else ())]
-    avals = _of_one_device(value.aval for value in reads)
+    avals = _of_one_device(value.aval for value in region.reads)
     try:
         with compat.in_place_of(None, region.first.written):
             fused = jax.make_jaxpr(_whole(region))(*avals)

@@ -108,8 +108,7 @@ class Program:
     def add(self, region: Region) -> None:
         """Adds a region that was found, unless it reads what is inside of another one, or the other
         way round, or is a part of a function with a derivative of its own."""
-        inside, reads = region.inside, {*region.inputs}
-        reads |= {region.backward.cotangent} if region.backward else set()
+        inside, reads = region.inside, {*region.reads}
         if reads & self._inside or inside & self._operands or self._splits_a_derivative(region):
             return
         self.found.append(region)
@@ -124,18 +123,22 @@ class Program:
         ends |= {r.backward.first: r for r in self.regions if r.backward}
         gone = {e for region in self.regions for e in region.replaced}
         needed = self._needed(ends, gone)
-        opened = self._opened(self._needed({}, set()) - needed)
+        opened = self._opened(needed)
         wanted = needed | {call for equation in needed for call in equation.calls}
         self._run(self.body, env, ends, wanted, opened)
         return [read(env, v) for v in self.outs]
 
-    def _opened(self, left_out: set[Equation]) -> set[Call]:
-        """The calls of which a part is replaced, or a value inside is read."""
-        touched = {e for region in self.regions for e in region.replaced} | left_out
+    def _opened(self, needed: set[Equation]) -> set[Call]:
+        """The calls of which a part is replaced or left out, or a value inside is read, and those
+        that get a value that is not computed, as nothing reads it."""
+        touched, made = self._needed({}, set()) - needed, {*self.inputs}
         for region in self.regions:
-            reads = [*region.inputs, *([region.backward.cotangent] if region.backward else ())]
-            touched |= {v.made_by for v in reads if v.made_by is not None}
-        return {call for equation in touched for call in equation.calls}
+            touched |= region.replaced | {v.made_by for v in region.reads if v.made_by is not None}
+            made |= {*region.outputs}
+        made |= {v for equation in needed for v in equation.outs}
+        calls = {call for equation in needed for call in equation.calls}
+        missing = {c for c in calls if any(v.known is None and v not in made for v in c.ins)}
+        return missing | {call for equation in touched for call in equation.calls}
 
     def _needed(self, ends: dict[Equation, Region], gone: set[Equation]) -> set[Equation]:
         wanted = {*self.outs}

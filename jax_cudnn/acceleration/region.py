@@ -86,6 +86,11 @@ class Region:
         return self.equations | (self.backward.equations if self.backward else set())
 
     @property
+    def reads(self) -> list[Value]:
+        """The inputs, and the cotangent of the result."""
+        return [*self.inputs, *([self.backward.cotangent] if self.backward else ())]
+
+    @property
     def outputs(self) -> list[Value]:
         return [self.output, *(self.backward.values if self.backward else ())]
 
