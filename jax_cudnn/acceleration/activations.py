@@ -13,7 +13,7 @@ import numpy as np
 from ..ops.score_mod import unwatched
 from .known import elementwise
 from .scores import computed, constant, number
-from .values import CUSTOM, Equation, Value
+from .values import CASTS, CUSTOM, Equation, Value
 
 _FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30])
 
@@ -87,11 +87,15 @@ def _evaluated(value: Value, equations: list[Equation]) -> np.ndarray | None:
         out = equation.outs[0]
         dtype = np.float64 if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
         given = [env[v] if v in env else np.asarray(number(v)) for v in equation.ins]
-        found = elementwise(equation, given, dtype)
+        found = elementwise(equation, given, dtype) if _keeps_values(equation) else None
         if found is None:
             return None
         env[out] = np.broadcast_to(found, _GRID.shape)
     return env[equations[-1].outs[0]]
+
+
+def _keeps_values(equation: Equation) -> bool:
+    return equation.casts or equation.name not in CASTS
 
 
 def _named(name: str) -> Any:

@@ -259,7 +259,9 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
         for module in (attention, epilogues, norms):
             try:
                 for region in module.find(inner, kinds, taken, missed):
-                    if module is not attention and region.is_differentiated:
+                    if module is not attention and (
+                        inner.differentiated or region.is_differentiated
+                    ):
                         missed.append((region.first, _DIFFERENTIATED.format(region.kind)))
                     elif not (strict and region.rounds):
                         inner.add(region)

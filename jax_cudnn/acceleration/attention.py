@@ -23,7 +23,7 @@ from .operands import Operand, operand
 from .program import Missed, Program
 from .region import Region
 from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod, unwidened
-from .softmax import OUT, SCORES, Follower
+from .softmax import OUT, SCORES, Follower, State
 from .values import Equation, Value, between, free_dims
 
 _USED = (
@@ -110,10 +110,10 @@ def _region(program: Program, follower: Follower) -> Region:
             derivative = backward(
                 program, follower, equations, last, found.of_query, operands, biases
             )
-        except Unclear:
+        except Unclear as why:
             kinds = sorted(follower.states[v].kind for v in read_elsewhere)
-            raise Unclear(_USED.format(kinds[0])) from None
-    region = _built(found, scores, dims_of, follower, equations, last, state.dims)
+            raise Unclear(f"{_USED.format(kinds[0])} ({why})") from None
+    region = _built(found, scores, dims_of, follower, equations, last, state)
     if derivative is not None:
         region.backward, region.what = derivative, f"{region.what}, and its gradient"
     return region
@@ -168,7 +168,7 @@ def _built(
     follower: Follower,
     equations: set[Equation],
     last: Value,
-    out_dims: Dims,
+    state: State,
 ) -> Region:
     product, second = follower.product, follower.second
     assert second is not None
@@ -219,27 +219,25 @@ def _built(
     mod, operands = None, []
     if scores.rest is not None:
         mod, operands = score_mod(scores.rest, scores.rest_factor, product.outs[0], dims_of)
-    for side_ in (*scores.biases, *operands, *masks):
+    zeroing = [Side(x, dims, negated=not kept) for x, dims, kept in state.zeroed]
+    zeroing = [x for x in zeroing if not is_known(x.value) or band(x, at) is None]
+    sides = [scores.biases, operands, masks, zeroing, [lens] if lens else []]
+    flat = [side for group in sides for side in group]
+    for side_ in flat:
         if {d for d in side_.dims if d is not None} - {*range(len(f.sizes))}:
             raise Unclear("an array meets the scores along an axis that they do not have")
-    sides = [*scores.biases, *operands, *masks, *([lens] if lens else [])]
-    extra = (len(scores.biases), len(operands), len(masks))
-    inputs = [q.value, k.value, v.value, *(x.value for x in sides)]
+    inputs = [q.value, k.value, v.value, *(x.value for x in flat)]
 
     def emit(*arrays: Any) -> Any:
         qa = q.arranged(arrays[0], q_order, sized(t, kn * g, h))
         ka = k.arranged(arrays[1], k_order, sized(s, kn, h))
         va = v.arranged(arrays[2], v_order, sized(s, kn, e))
-        rest = [_to_scores(x, side_, f) for x, side_ in zip(arrays[3:], sides, strict=True)]
-        nb, no, nm = extra
-        bias = _added(rest[:nb], scores.biases)
-        mods, mask = rest[nb : nb + no], None
-        for x, side_ in zip(rest[nb + no : nb + no + nm], masks, strict=True):
-            one = (x != 0) ^ side_.negated if side_.value.dtype == bool else x == 0
-            mask = one if mask is None else mask & one
+        rest = iter(arrays[3:])
+        met = [[_to_scores(next(rest), side_, f) for side_ in group] for group in sides]
+        bias, mask = _added(met[0], scores.biases), _all_of(met[2], masks)
         count = None
         if lens is not None:
-            count = jnp.broadcast_to(rest[-1].reshape(-1), (b,))
+            count = jnp.broadcast_to(met[4][0].reshape(-1), (b,))
             held = jnp.iinfo(count.dtype)  # which one more, or the number of keys, may exceed
             count = jnp.clip(count, max(held.min, -1), min(held.max, s)).astype("int32")
             count = jnp.clip(count + int(lens.factor), 0, s)
@@ -250,20 +248,20 @@ def _built(
         if count is not None:
             given |= {"key_value_seq_lengths": count}
         if mod is not None:
-            given |= {"score_mod": mod, "score_mod_operands": tuple(mods)}
+            given |= {"score_mod": mod, "score_mod_operands": tuple(met[1])}
         out = dot_product_attention(qa, ka, va, **given)
         if count is not None:
             mean = va.mean(2 if heads_first else 1, keepdims=True)
             blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
             out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
-        if follower.zeroed and (mask is not None or count is not None):
-            sees = _sees(mask, count, seen, t, s)
+        if zeroing:  # a query that sees no key has the result 0
+            sees = _all_of(met[3], zeroing).any(-1)[..., None]
             sees = sees if heads_first else jnp.swapaxes(sees, 1, 2)
-            out = jnp.where(sees[..., None], out, jnp.asarray(0, out.dtype))
+            out = jnp.where(sees, out, jnp.asarray(0, out.dtype))
         if v.factor != 1:
             out = out * jnp.asarray(v.factor, out.dtype)
         axes = [*f.order(f.query, heads_first), *(("E", j) for j in range(len(v_free)))]
-        return _from_heads(out.astype(last.dtype), f, axes, out_dims, second, v_free, side, last)
+        return _from_heads(out.astype(last.dtype), f, axes, state.dims, second, v_free, side, last)
 
     kinds = [] if seen is None else ["causal" if seen.right == 0 else "a band"]
     if seen is not None and seen.right == 0 and seen.left is not None:
@@ -345,21 +343,6 @@ def _band_arguments(seen: Seen) -> dict[str, Any]:
     return given
 
 
-def _sees(mask: Any, count: Any, seen: Seen | None, queries: int, keys: int) -> Any:
-    """Which queries see a key, as (B or 1, N or 1, T)."""
-    query, key = jnp.arange(queries)[:, None], jnp.arange(keys)[None]
-    if seen is not None and seen.bottom_right:
-        query = query + (keys - queries)
-    found = jnp.ones((1, 1, queries, keys), bool) if mask is None else mask
-    if count is not None:
-        found = found & (key < count[:, None, None, None])
-    if seen is not None and seen.right is not None:
-        found = found & (key <= query + seen.right)
-    if seen is not None and seen.left is not None:
-        found = found & (key > query - seen.left)
-    return found.any(-1)
-
-
 def _to_scores(x: Any, side: Side, f: _Found) -> Any:
     """An array that meets the scores, as (B, N, T, S) or 1 in each place."""
     axes = [d for d in side.dims if d is not None]
@@ -380,6 +363,15 @@ def _to_scores(x: Any, side: Side, f: _Found) -> Any:
             shape.append(1)
         at += len(group)
     return x.reshape((*shape, *x.shape[at:]))
+
+
+def _all_of(arrays: list[Any], sides: list[Side]) -> Any:
+    """The mask that is True where all are; None without one."""
+    mask = None
+    for x, side in zip(arrays, sides, strict=True):
+        one = (x != 0) ^ side.negated if side.value.dtype == bool else x == 0
+        mask = one if mask is None else mask & one
+    return mask
 
 
 def _added(arrays: list[Any], sides: list[Side]) -> Any:

@@ -19,8 +19,8 @@ from .operands import Operand
 from .program import Program
 from .region import Backward
 from .sampled import Leaf, Part, check, renamed
-from .scores import CASTS, LAYOUT, Dims, Side, Unclear, moved, number
-from .softmax import Follower
+from .scores import LAYOUT, Dims, Side, Unclear, moved, number
+from .softmax import ROW, SUM, Follower
 from .values import Equation, Value
 
 
@@ -65,17 +65,21 @@ def backward(
     cotangents -= {walk.own(i) for i in range(len(ROLES))}
     if len({leaf.key for leaf in cotangents}) != 1:
         raise Unclear("no cotangent")
-    (cotangent, *_) = cotangents
+    cotangent = next(leaf for leaf in leaves.values() if leaf in cotangents)
     order = sorted((e for e in walk.order if e in everything), key=lambda e: e.at)
     if {*forward} - {*order, follower.product}:
         raise Unclear("a part of it is not followed")
     dtypes = {leaf: walk.dtypes[leaf.key] for leaf in leaves.values()}
     dims = {value: walk.resolved(dims) for value, dims in walk.dims.items()}
-    check(Part([follower.product, *order], dims, leaves, dtypes), forward, cotangent, last, targets)
+    shifts = {v for v, state in follower.states.items() if state.kind in (ROW, SUM)}
+    part = Part([follower.product, *order], dims, leaves, dtypes, shifts)
+    check(part, forward, cotangent, last, targets)
     for value, i in walk.gradients.items():
         results.append(_of_operand(program, walk, value, i, operands[i], everything))
         everything |= results[-1].more
     root = walk.roots[cotangent.key]
+    if root.made_by in everything:
+        raise Unclear("its cotangent is computed inside of it")
     to_last = _Renamed(cotangent.dims, follower.states[last].dims, last.shape)
     found = Backward(everything - forward, root, to_last, [result[:-1] for result in results])
     if last.made_by is None or found.first.at < last.made_by.at:
@@ -121,7 +125,7 @@ def _of_bias(
         if program.is_read(value) or len(users) != 1:
             raise Unclear("a value inside is used elsewhere")
         (user,) = users
-        if user not in walk.order or user.name not in (*LAYOUT, *CASTS, "reduce_sum"):
+        if user not in walk.order or not (user.casts or user.name in (*LAYOUT, "reduce_sum")):
             raise Unclear("a value inside is used elsewhere")
         more |= {user}
         (value,) = user.outs
@@ -172,7 +176,7 @@ def _of_operand(
             if user.name == "div" and user.ins[0] is not at:
                 break
             now = now * others[0] if user.name == "mul" else now / others[0]
-        elif user.name not in CASTS:
+        elif not user.casts:
             break
         more = more | {user}
         (at,) = user.outs

@@ -17,7 +17,7 @@ from ..ops import conv, conv_transpose, matmul
 from .activations import activation
 from .program import Missed, Program
 from .region import Region
-from .scores import CASTS, Side, narrowed, number
+from .scores import Side, narrowed, number
 from .values import ELEMENTWISE, Equation, Value
 
 _LONGEST = 40  # operations of an activation, and of what follows it
@@ -246,7 +246,7 @@ def _epilogue(
                 continue
         if found.activation is not None or not _activated(program, found, taken):
             break
-    while (cast := found.last.made_by) and cast.name in CASTS and _widens(cast):
+    while (cast := found.last.made_by) and cast.casts and _widens(cast):
         found.equations.discard(cast)  # whoever reads the result casts for less than it would cost
         found.last = cast.ins[0]
     return found
@@ -259,7 +259,7 @@ def _widens(cast: Equation) -> bool:
 def _linear(found: _Epilogue, user: Equation, features: frozenset[int]) -> bool:
     """Takes a cast, a factor, a bias or a residual into the epilogue."""
     value, name = found.last, user.name
-    if name in CASTS and jnp.issubdtype(user.outs[0].dtype, jnp.floating):
+    if user.casts and jnp.issubdtype(user.outs[0].dtype, jnp.floating):
         pass
     elif found.activation is not None or name not in ("mul", "div", "add", "sub", "add_any"):
         return False

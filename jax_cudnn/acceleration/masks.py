@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .known import array, is_known, rows
-from .scores import CASTS, Dims, Side, narrowed, number
+from .scores import Dims, Side, narrowed, number
 from .values import Value
 
 
@@ -18,7 +18,7 @@ def conjuncts(mask: Side) -> Iterator[Side]:
     """The conditions that must all hold where a mask is True."""
     value, dims = narrowed(mask.value, mask.dims)
     made = value.made_by
-    if made is not None:
+    if made is not None and value.dtype == bool:  # a bias is compared as it is
         if made.name == "and" and not mask.negated:
             for v in made.ins:
                 yield from conjuncts(Side(*_narrowed(v, dims)))
@@ -39,7 +39,7 @@ def conjuncts(mask: Side) -> Iterator[Side]:
             return
         if made.name in ("gt", "ne") and number(made.ins[1]) == 0:
             was, at = narrowed(made.ins[0], dims)
-            while (cast := was.made_by) is not None and cast.name in CASTS:
+            while (cast := was.made_by) is not None and cast.casts:
                 was, at = narrowed(cast.ins[0], at)
             if was.dtype == bool:
                 yield from conjuncts(Side(was, at, negated=mask.negated))

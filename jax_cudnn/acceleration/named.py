@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from .known import is_known
 from .program import Program
 from .sampled import REDUCTIONS, Leaf
-from .scores import CASTS, LAYOUT, Dims, Unclear, moved, narrowed, number
+from .scores import LAYOUT, Dims, Unclear, moved, narrowed, number
 from .softmax import OUT, Follower
-from .values import ELEMENTWISE, Equation, Value, free_dims
+from .values import CASTS, ELEMENTWISE, Equation, Value, free_dims
 
 _NEW = "?"
 ROLES = ("queries", "keys", "values")
@@ -42,6 +42,7 @@ class Walk:
             self.leaves[follower.product, i] = self.own(i ^ of_query)
         (scores,) = follower.product.outs
         self.dims[scores] = follower.states[scores].dims
+        self.of_scores = {scores}  # what depends on them: others may share the values
         values, _ = rooted(self.operands[2], ())
         todo = {*scores.users}
         for e in program.equations:
@@ -57,6 +58,8 @@ class Walk:
             if self._takes(equation):
                 (out,) = equation.outs
                 self.order.append(equation)
+                if not self.of_scores.isdisjoint(equation.ins):
+                    self.of_scores.add(out)
                 after = out.users if not self._ends(out) else forward.intersection(out.users)
                 todo |= {user for user in after if user not in seen}
         self._name_ends()
@@ -119,7 +122,7 @@ class Walk:
             return False
         names = frozenset(self.resolved(self.dims[out])) - {None}
         own = [frozenset(dims) - {None} for dims in self.names]
-        if names in own:
+        if names in own and out in self.of_scores:
             self.gradients[out] = own.index(names)
         return names in own
 
@@ -131,7 +134,7 @@ class Walk:
         dims: Dims | None = None
         if name in LAYOUT:
             dims = moved(equation, self.dims[ins[0]])
-        elif name in (*CASTS, "stop_gradient"):
+        elif equation.casts or name == "stop_gradient":
             dims = self.dims[ins[0]] if _is_float(out) else None
         elif name in REDUCTIONS:
             axes, (x,) = equation.params["axes"], ins
@@ -139,7 +142,7 @@ class Walk:
                 dims = tuple(d for i, d in enumerate(self.dims[x]) if i not in axes)
         elif name == "dot_general":
             dims = self._of_product(equation)
-        elif name in ELEMENTWISE:
+        elif name in ELEMENTWISE and name not in CASTS:
             dims = self._of_elements(equation)
         if dims is not None:
             self.dims[out] = dims
@@ -273,7 +276,7 @@ def _is_new(name: Any) -> bool:
 def rooted(value: Value, dims: Dims) -> tuple[Value, Dims]:
     """A value before it was moved, broadcast and cast, and its dims."""
     value, dims = narrowed(value, dims or (None,) * len(value.shape))
-    while (made := value.made_by) is not None and made.name in CASTS:
+    while (made := value.made_by) is not None and made.casts:
         if value.dtype != made.ins[0].dtype and not (_is_float(value) and _is_float(made.ins[0])):
             break
         value, dims = narrowed(made.ins[0], dims)

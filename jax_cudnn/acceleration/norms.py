@@ -15,7 +15,6 @@ from ..ops import layer_norm, rms_norm
 from .program import Missed, Program
 from .region import Region
 from .scores import (
-    CASTS,
     LAYOUT,
     Dims,
     Side,
@@ -82,7 +81,7 @@ class _Follower:
         if name in LAYOUT and first is not None:
             dims = moved(equation, first.dims)
             return None if dims is None else _with(first, dims=dims)
-        if name in CASTS:
+        if equation.casts:
             wide = jnp.issubdtype(equation.outs[0].dtype, jnp.floating)
             return first if wide else None
         if name == "reduce_sum" and first is not None and first.kind in _SUMMED:
@@ -191,7 +190,7 @@ class _Follower:
         """A factor or a bias with one value for each of the normalized elements."""
         places = (*range(len(dims)),) if other.shape else ()
         small, at = narrowed(other, places)
-        while (made := small.made_by) is not None and made.name in CASTS:
+        while (made := small.made_by) is not None and made.casts:
             if made.ins[0].dtype.itemsize > small.dtype.itemsize:
                 break  # else it is as its author holds it: cuDNN's engines take one dtype
             small, at = narrowed(made.ins[0], at)

@@ -16,7 +16,7 @@ from .._core.graph.spec import GraphSpec
 from .._core.implementation import AUTO
 from .._core.primitive import cudnn_p
 from .region import Region, as_aval
-from .values import CUSTOM, Call, Equation, Value, bound, read
+from .values import CUSTOM, Call, Equation, Value, read, run_together
 
 Missed = list[tuple[Equation, str]]
 """What is nearly a region, and why it is none."""
@@ -25,8 +25,15 @@ Missed = list[tuple[Equation, str]]
 class Program:
     """The equations of a jaxpr, in order, with those of the calls inside."""
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], outside: Sequence[Value | None]) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        outside: Sequence[Value | None],
+        differentiated: bool = False,
+    ) -> None:
         self.jaxpr = jaxpr
+        self.differentiated = differentiated  # so that values are kept for a backward elsewhere
         self.equations: list[Equation] = []
         self.found: list[Region] = []
         self.regions: list[Region] = []  # those of them that are replaced
@@ -54,7 +61,7 @@ class Program:
             seen = _seen_through(eqn)
             if seen is None:
                 item = Equation(jaxpr, eqn, ins, [Value(v.aval) for v in eqn.outvars], calls, 0)
-                item.inner = _inner(item)
+                item.inner = _inner(item, self.differentiated)
                 item.at = len(self.equations)
                 self.equations.append(item)
                 for value in ins:
@@ -174,7 +181,7 @@ class Program:
                 plain.append(item)
                 continue
             if plain:
-                bound(plain, env)
+                run_together(plain, env)
                 plain = []
             if isinstance(item, Call):
                 with compat.in_place_of(item.eqn, item.eqn):
@@ -247,9 +254,12 @@ def _of_a_product(spec: GraphSpec, avals: tuple[Any, ...]) -> Any:
         return None
 
 
-def _inner(equation: Equation) -> dict[tuple[str, int | None], Program]:
-    """The programs of a loop, of branches, of what is computed again or on each device."""
+def _inner(equation: Equation, inside: bool) -> dict[tuple[str, int | None], Program]:
+    """The programs of a loop, of branches, of what is computed again or on each device; ``inside``:
+    of a program that is differentiated."""
     params, ins = equation.params, equation.ins
+    eqns = (equation.eqn, *(call.eqn for call in equation.calls))
+    differentiated = inside or any(map(compat.is_differentiated, eqns))
 
     def of(key: str, outside: Sequence[Value | None], index: int | None = None) -> None:
         jaxpr = params[key] if index is None else params[key][index]
@@ -258,7 +268,8 @@ def _inner(equation: Equation) -> dict[tuple[str, int | None], Program]:
             v if v is not None and v.aval.shape == x.aval.shape else None
             for v, x in zip(outside, inner.invars, strict=True)
         ]
-        found[key, index] = Program(inner, getattr(jaxpr, "consts", ()), same)
+        consts = getattr(jaxpr, "consts", ())
+        found[key, index] = Program(inner, consts, same, differentiated)
 
     found: dict[tuple[str, int | None], Program] = {}
     match equation.name:
@@ -289,6 +300,12 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
         return [*run(*values)]
     if equation.name in ("checkpoint", "remat", "remat2"):
         (program,) = equation.inner.values()
+        if params["differentiated"]:  # what is computed again in a backward, behind barriers
+            made = jax.make_jaxpr(program.run)(*(v.aval for v in program.inputs))
+            inputs = [*made.jaxpr.constvars, *made.jaxpr.invars]
+            params["jaxpr"] = made.jaxpr.replace(constvars=[], invars=inputs)
+            with compat.in_place_of(equation.eqn, equation.eqn):
+                return equation.eqn.primitive.bind(*made.consts, *values, **params)
         given = {"policy": _policy(params["policy"]), "prevent_cse": params["prevent_cse"]}
         return [*jax.checkpoint(lambda *x: tuple(program.run(*x)), **given)(*values)]
     for (key, index), program in equation.inner.items():
@@ -307,7 +324,7 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
                 several[index] = closed
                 params[key] = tuple(several)
     found = dict(zip(equation.ins, values, strict=True))
-    bound([replace(equation, eqn=equation.eqn.replace(params=params))], found)
+    run_together([replace(equation, eqn=equation.eqn.replace(params=params))], found)
     return [found.get(v) for v in equation.outs]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import compat
-from .values import ELEMENTWISE, Equation, Value, bound
+from .values import ELEMENTWISE, Equation, Value, run_together
 
 _CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
 
@@ -36,7 +36,7 @@ class Backward:
         return min((e for e in made if e is not None), key=lambda e: e.at)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Region:
     """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead; with
     ``backward`` those of its derivative, too."""
@@ -71,6 +71,9 @@ class Region:
                     self.inputs = [*self.inputs, value]
         self._order = sorted(everything, key=lambda e: e.at)
         self.emit = lambda *arrays: emit(*arrays[:given])
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}: {self.what}>"
 
     @property
     def last(self) -> Equation:
@@ -159,7 +162,7 @@ class Region:
         env = dict(zip(self.inputs, arrays, strict=True))
         for equation in self._order:
             if not {*equation.outs} <= env.keys():
-                bound([equation], env)
+                run_together([equation], env)
         return env[self.output]
 
 

@@ -3,7 +3,7 @@ whose dimensions have names compute them for any sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from .known import elementwise
-from .scores import LAYOUT, Dims, Unclear, number
+from .scores import HIDING, LAYOUT, Dims, Unclear, number
 from .values import Equation, Value
 
 REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
 _SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
-_STEP, _DIRECTIONS, _DRAWS, _AGREES = 1e-5, 2, 6, 1e-5
+_STEP = 1e-5  # of differences
+_AGREES = 1e-5  # relative
+_DIRECTIONS = 2  # for each gradient
+_DRAWS, _ATTEMPTS = 2, 8  # that are finite, and all
+_SCALES = (1e6, 1e-6)  # of the cotangent
+_JUMPS = ("clamp", "max", "min", "is_finite", "sign", "round", "floor", "ceil", "abs", "rem")
+_JUMPS += ("select_n", "eq", "ne", "lt", "le", "gt", "ge", "nextafter", "population_count")
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,14 @@ class Leaf:
 @dataclass(frozen=True)
 class Part:
     """Equations in order, with the axes of what they compute, the arrays that enter, by equation
-    and operand, and the dtypes of those."""
+    and operand, the dtypes of those, and values of which a softmax does not depend: its shift, and
+    the sign of its sum."""
 
     equations: list[Equation]
     dims: Mapping[Value, Dims]
     leaves: Mapping[tuple[Equation, int], Leaf]
     dtypes: Mapping[Leaf, Any]
+    shifts: Collection[Value]
 
 
 def check(
@@ -51,7 +59,11 @@ def check(
     sizes: dict[Any, int] = {}
     for name in dict.fromkeys(d for leaf in part.dtypes for d in leaf.dims):
         sizes[name] = 1 if name is None else _SIZES[len(sizes) % len(_SIZES)]
-    for draw in range(_DRAWS):
+    first = [e for e in part.equations if e in forward]
+    for equation in part.equations:
+        _refuse_jumps(part, equation)
+    done = 0
+    for draw in range(_ATTEMPTS):
         random = np.random.default_rng(draw)
         arrays = {
             leaf: _drawn(random, tuple(sizes[d] for d in leaf.dims), dtype)
@@ -59,12 +71,59 @@ def check(
         }
         env = _run(part, part.equations, arrays)
         if all(np.isfinite(env[v]).all() for v in (last, *targets)):
-            break
-    else:
-        raise Unclear("its gradient is not finite")
-    first = [e for e in part.equations if e in forward]
+            _compare(part, first, cotangent, last, targets, arrays, env, random)
+            done += 1
+        if done == _DRAWS:
+            return
+    raise Unclear("its gradient is not finite")
+
+
+def _refuse_jumps(part: Part, equation: Equation) -> None:
+    """Raises Unclear for what may compute something else of values that no sample has: operations
+    with jumps and kinks, of what follows from the arrays. A mask decides nothing about them, and
+    the derivative of a maximum is where a value is equal to it."""
+    walked = [v for v in equation.ins if v in part.dims]
+    if equation.name not in _JUMPS or not walked or equation.outs[0] in part.shifts:
+        return
+    if equation.name == "select_n" and equation.ins[0] not in part.dims:
+        return
+    if equation.name == "eq" and len(walked) == len(equation.ins):
+        made = [_before(v) for v in walked]
+        if any(e is not None and e.name == "reduce_max" for e in made):
+            return
+    low = [number(v) for v in equation.ins if v not in part.dims]
+    if equation.name == "max" and low and all(n is not None and n <= HIDING for n in low):
+        return
+    raise Unclear(f"{equation.name} of values that it computes")
+
+
+def _before(value: Value) -> Equation | None:
+    """What made a value, before it was moved and cast."""
+    while (made := value.made_by) is not None and (made.name in LAYOUT or made.casts):
+        value = made.ins[0]
+    return made
+
+
+def _compare(
+    part: Part,
+    first: list[Equation],
+    cotangent: Leaf,
+    last: Value,
+    targets: Mapping[Value, Leaf],
+    arrays: dict[Leaf, np.ndarray],
+    env: dict[Value, np.ndarray],
+    random: np.random.Generator,
+) -> None:
+    """Raises Unclear if gradients are not the differences of the result, or not linear in its
+    cotangent."""
     onto = renamed(arrays[cotangent], cotangent.dims, part.dims[last])
     least = _STEP * float(np.sum(np.abs(onto * env[last])))  # what rounding makes of a zero
+    for scale in _SCALES:
+        scaled = _run(part, part.equations, {**arrays, cotangent: scale * arrays[cotangent]})
+        for value in targets:
+            far = np.linalg.norm(scaled[value] / scale - env[value])
+            if not far <= _AGREES * (np.linalg.norm(env[value]) + least):
+                raise Unclear("a gradient is not linear in the cotangent")
     for value, leaf in targets.items():
         gradient = renamed(env[value], part.dims[value], leaf.dims)
         for _ in range(_DIRECTIONS):
@@ -136,8 +195,6 @@ def _computed(part: Part, equation: Equation, env: Any, arrays: Any) -> np.ndarr
         names.append(axes)
     if name == "dot_general":
         return _product(operands, names, dims)
-    if name == "reduce_precision":
-        return operands[0]
     dtype = np.float64 if jnp.issubdtype(out.dtype, jnp.floating) else out.dtype
     found = elementwise(equation, operands, dtype)
     if found is None:

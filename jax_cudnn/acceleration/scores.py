@@ -20,7 +20,6 @@ _NUMBERS = "biufV"  # kinds of NumPy's dtypes; V are bfloat16 and the like
 HIDING = -1e4
 """A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
 LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", *VARYING)
 
 
 class Unclear(Exception):
@@ -88,7 +87,7 @@ def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -
     """Elementwise equations in float32, for values in ``env`` and those that ``other`` gives."""
     for equation in equations:
         name, out = equation.name, equation.outs[0]
-        if name in (*LAYOUT, *VARYING) or (name in CASTS and _is_float(out)):
+        if name in (*LAYOUT, *VARYING) or (equation.casts and _is_float(out)):
             env[out] = env[equation.ins[0]]
         else:
             given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
@@ -109,7 +108,7 @@ def unwidened(last: Value, dtype: Any, known: Container[Value]) -> Value:
     """The value that is cast to more bits than ``dtype`` has, in the place of the cast: whoever
     reads the result casts for less than writing it so would cost."""
     while last.dtype.itemsize > dtype.itemsize and (cast := last.made_by) is not None:
-        if cast.name not in CASTS or cast.ins[0] not in known or cast.ins[0].dtype == last.dtype:
+        if not cast.casts or cast.ins[0] not in known or cast.ins[0].dtype == last.dtype:
             break
         last = cast.ins[0]
     return last
@@ -178,7 +177,7 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
         made = value.made_by
         assert made is not None
         inner = [v for v in made.ins if v in dims_of]
-        if made.name in (*CASTS, *LAYOUT):
+        if made.casts or made.name in LAYOUT:
             value = made.ins[0]
             continue
         if len(inner) != 1:
@@ -233,7 +232,7 @@ def _terms(side: Side) -> Iterator[Side]:
     """The arrays whose sum is added to the scores."""
     value, dims = side.value, side.dims
     made = value.made_by
-    while made is not None and made.name in CASTS and not is_known(value):
+    while made is not None and made.casts and not is_known(value):
         value, dims = narrowed(made.ins[0], dims)
         made = value.made_by
     if made is not None and made.name == "add" and not is_known(value):
@@ -247,7 +246,7 @@ def _terms(side: Side) -> Iterator[Side]:
 def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
     """The mask that a bias of zeros and large negative numbers is; None for other biases."""
     value, dims = side.value, side.dims
-    while (made := value.made_by) is not None and made.name in CASTS:
+    while (made := value.made_by) is not None and made.casts:
         value, dims = narrowed(made.ins[0], dims)
     if made is not None and made.name == "select_n" and len(made.ins) == 3:
         numbers = [number(v) for v in made.ins[1:]]
@@ -266,7 +265,8 @@ def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
                 return None
             if np.any(seen < 0):
                 lowest = max(lowest, float(seen[seen < 0].max()))
-        return Side(value, dims, side.factor), lowest == -math.inf  # True where it is 0
+        hides = value.dtype == bool  # where it is True; a number hides where it is not 0
+        return Side(value, dims, side.factor, negated=hides), lowest == -math.inf
     return None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .scores import CASTS, HIDING, LAYOUT, Dims, follow, moved, narrowed, number, unchanged
+from .scores import HIDING, LAYOUT, Dims, follow, moved, narrowed, number, unchanged
 from .values import ELEMENTWISE, Equation, Value, free_dims
 
 SCORES, ROW, SHIFTED, EXP, SUM = "scores", "row", "shifted", "exponentials", "sum"
@@ -14,19 +14,24 @@ INVERSE, LOGSUM, TOTAL, LOGPROB = "1 / sum", "log of sum", "log-sum-exp", "log-p
 PROB, SUMS, OUT = "probabilities", "sums of exponentials", "result"
 
 
+Mask = tuple[Value, Dims, bool]
+
+
 @dataclass(frozen=True)
 class State:
     """What a value is. ``dims``: the axis of the scores along which each of its dimensions varies,
     or None. ``of``: the scores whose softmax it belongs to. ``shift``: what was subtracted from
     them. ``axis``: the axis over which was reduced. ``hidden``: masks by which exponentials are 0,
-    as (mask, its dims, whether it is True where they are not)."""
+    and ``zeroed``: by which probabilities are, as (mask, its dims, whether it is True where they
+    are not)."""
 
     kind: str
     dims: Dims
     of: Value | None = None
     shift: Value | None = None
     axis: int | None = None
-    hidden: frozenset[tuple[Value, Dims, bool]] = frozenset()
+    hidden: frozenset[Mask] = frozenset()
+    zeroed: frozenset[Mask] = frozenset()
 
     def at(self, dims: Dims) -> State:
         return replace(self, dims=dims)
@@ -42,7 +47,6 @@ class Follower:
         self.states: dict[Value, State] = {scores: State(SCORES, dims)}
         self.second: Equation | None = None
         self.dropped: list[str] = []
-        self.zeroed = False  # whether a query that sees no key has the result 0
         follow(scores, self._follow)
 
     def _follow(self, equation: Equation) -> State | None:
@@ -58,7 +62,7 @@ class Follower:
             first = given[0]
             dims = None if first is None else moved(equation, first.dims)
             return None if first is None or dims is None else first.at(dims)
-        if name in CASTS:
+        if equation.casts:
             return given[0]
         if name == "stop_gradient":
             return given[0] if given[0] is not None and given[0].kind == ROW else None
@@ -177,9 +181,10 @@ class Follower:
                 if mask is not None:
                     hidden = first.hidden if self._masks(first, mask) else first.hidden | {mask}
                     return replace(first, dims=dims, hidden=hidden)
-            case ["probabilities"] if name == "select_n" and self._zeroes(equation, given, dims):
-                self.zeroed = True
-                return first.at(dims)
+            case ["probabilities"] if name == "select_n" and (
+                (mask := self._zeroing(equation, given, dims)) is not None
+            ):
+                return replace(first, dims=dims, zeroed=first.zeroed | {mask})
             case ["probabilities"] if len(equation.ins) > 1:
                 self.dropped.append(f"the probabilities meet another array ({name}), as in dropout")
         return None
@@ -189,7 +194,7 @@ class Follower:
         others = [v for v, s in zip(equation.ins, given, strict=True) if s is None]
         return all(self._root(v).made_by is None and v.known is None for v in others)
 
-    def _mask(self, equation: Equation, given: list[State | None], dims: Dims) -> Any:
+    def _mask(self, equation: Equation, given: list[State | None], dims: Dims) -> Mask | None:
         """The mask of a choice between a value and 0, its dims, and whether it is True where the
         value is kept."""
         at = 1 if given[1] is not None else 2
@@ -216,23 +221,21 @@ class Follower:
             (value,) = inner
         return False
 
-    def _zeroes(self, equation: Equation, given: list[State | None], dims: Dims) -> bool:
-        """Whether a choice makes probabilities 0 that are 0 already."""
+    def _zeroing(self, equation: Equation, given: list[State | None], dims: Dims) -> Mask | None:
+        """The mask of a choice that makes probabilities 0 where they are 0 already."""
         if len(equation.ins) != 3 or given[0] is not None:
-            return False
+            return None
         state = given[1] or given[2]
         mask = self._mask(equation, given, dims)
-        return (
-            state is not None
-            and mask is not None
-            and (mask in state.hidden or self._masks(state, mask))
-        )
+        if state is None or mask is None:
+            return None
+        return mask if mask in state.hidden or self._masks(state, mask) else None
 
     def _root(self, value: Value) -> Value:
         """A row before it was broadcast, cast or kept from the gradient."""
-        while (made := value.made_by) is not None and made.name in (
-            *LAYOUT, *CASTS, "stop_gradient",
-        ):  # fmt: skip
+        while (made := value.made_by) is not None and (
+            made.casts or made.name in (*LAYOUT, "stop_gradient")
+        ):
             value = made.ins[0]
         return value
 
@@ -272,4 +275,4 @@ class Follower:
         sized = zip(dims, equation.outs[0].shape, strict=True)
         dims = tuple(d if n != 1 else None for d, n in sized)
         kind = OUT if state.kind == PROB else SUMS
-        return State(kind, dims, state.of, state.shift, axis, state.hidden)
+        return State(kind, dims, state.of, state.shift, axis, state.hidden, state.zeroed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from .._core import compat
 from .._core.graph.source import users_place
@@ -19,6 +20,7 @@ CUSTOM = "custom_jvp_call"
 _DEEPEST = 200
 VARYING = ("pvary", "pcast")
 """Operations whose result is the operand, as a value that differs between devices."""
+CASTS = ("convert_element_type", "copy", "copy_p", *VARYING)
 ELEMENTWISE = {
     *("add", "sub", "mul", "neg", "max", "min", "abs", "floor", "ceil", "sign", "exp", "sqrt"),
     *("ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "not"),
@@ -120,7 +122,7 @@ def same_order(a: Value, b: Value) -> bool:
     return [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Equation:
     """An equation that runs as a whole, or one whose jaxprs are programs of their loops and
     branches."""
@@ -140,6 +142,16 @@ class Equation:
     @property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
+
+    @property
+    def casts(self) -> bool:
+        """Whether its result is its operand in another dtype. A float of fewer than 16 bits is not
+        the same value: whoever casts to it wants the rounding."""
+        floats = [v.dtype for v in (*self.ins, *self.outs) if jnp.issubdtype(v.dtype, jnp.floating)]
+        return self.name in CASTS and all(dtype.itemsize > 1 for dtype in floats)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} at {self.at}>"
 
     @property
     def written(self) -> Any:
@@ -182,7 +194,7 @@ def free_dims(product: Equation) -> list[list[int]]:
     ]
 
 
-def bound(items: Sequence[Equation | Call], env: dict[Value, Any]) -> None:
+def run_together(items: Sequence[Equation | Call], env: dict[Value, Any]) -> None:
     """Computes what equations that follow each other do, under their names and settings."""
     given: dict[Any, Any] = {}
     made: dict[Any, Value] = {}
@@ -198,4 +210,4 @@ def bound(items: Sequence[Equation | Call], env: dict[Value, Any]) -> None:
 
 
 def read(env: dict[Value, Any], value: Value) -> Any:
-    return env[value] if value in env else value.known
+    return env[value] if value.known is None or value in env else value.known
