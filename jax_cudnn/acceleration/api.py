@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -85,7 +86,11 @@ def accelerate(
         return functools.partial(accelerate, only=only, without=without, numerics=numerics)
     if not callable(fn):
         raise GraphTypeError(
-            "accelerate got no function", expected="a function of arrays", got=shown(fn)
+            "accelerate got no function",
+            expected="a function of arrays",
+            got=shown(fn),
+            fix="jc.accelerate(fn), or above a function: @jc.accelerate, "
+            "@jc.accelerate(only='attention')",
         )
     for owner in (fn, getattr(fn, "__self__", None)):
         if any(cls.__module__.startswith("flax.nnx") for cls in type(owner).__mro__):
@@ -99,7 +104,10 @@ def accelerate(
             )
     if numerics not in ("fused", "strict"):
         raise GraphTypeError(
-            "accelerate got unknown numerics", expected="'fused' or 'strict'", got=shown(numerics)
+            "accelerate got unknown numerics",
+            expected="'fused' or 'strict'",
+            got=shown(numerics),
+            fix="'fused' rounds once, at the end; 'strict' as your operations do",
         )
     asked, left = map(_listed, (only, without))
     for kind in (*(asked or ()), *(left or ())):
@@ -108,6 +116,7 @@ def accelerate(
                 "accelerate got an unknown kind",
                 expected=f"of {', '.join(map(repr, KINDS))}, one or several",
                 got=shown(kind),
+                fix="leave it out to look for all",
             )
     kinds = [k for k in KINDS if (asked is None or k in asked) and k not in (left or ())]
     return Accelerated(fn, tuple(kinds), numerics == "strict")
@@ -134,10 +143,11 @@ class Accelerated:
         return self._fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_modules(args, kwargs)
         where = choice.site()
         if where is not None:
-            found, arrays = self._found(args, kwargs, where)
-            if found.program.holds_regions:
+            found, arrays, is_new = self._found(args, kwargs, where)
+            if found.program.holds_regions or is_new:  # so that it is not traced twice
                 results = iter(found.program.run(*found.consts, *arrays))
                 leaves = (next(results) if x is _ARRAY else x for x in found.results)
                 return jax.tree.unflatten(found.tree, leaves)
@@ -155,7 +165,7 @@ class Accelerated:
         """
         with context.target(gpu) if gpu is not None else contextlib.nullcontext():
             where = choice.site()
-            found, _ = self._found(args, kwargs, where)
+            found, *_ = self._found(args, kwargs, where)
             name = "" if where is None else placement.model(where)[0]
         title = getattr(self, "__name__", type(self._fn).__name__)
         return report.found(title, name, found.program, found.missed, where is not None)
@@ -173,8 +183,11 @@ class Accelerated:
     def __repr__(self) -> str:
         return f"<accelerated {getattr(self, '__name__', self._fn)}>"
 
-    def _found(self, args: Any, kwargs: Any, where: choice.Site | None) -> tuple[_Found, list[Any]]:
-        """What is found in a call, decided for a GPU, and the arrays of the call."""
+    def _found(
+        self, args: Any, kwargs: Any, where: choice.Site | None
+    ) -> tuple[_Found, list[Any], bool]:
+        """What is found in a call, decided for a GPU; the arrays of the call; and whether the
+        function was traced for it, and its program is that trace."""
         leaves, structure = jax.tree.flatten((self._fn, args, kwargs))
         places = [i for i, x in enumerate(leaves) if _is_array(x)]
         arrays = [leaves[i] for i in places]
@@ -185,11 +198,13 @@ class Accelerated:
             found = self._known.get(key)
         except TypeError:  # an argument is not hashable
             key = found = None
+        is_new = False
         if found is None:
             closed, results, tree = _traced(self._fn, leaves, places, structure, avals)
             as_it_is = any(map(_is_symbolic, avals)) or not all(map(_is_plain, results))
             kinds = () if as_it_is else self._kinds
             program, missed = search(closed, kinds, self._strict)
+            is_new = not as_it_is and program.jaxpr is closed.jaxpr
             if where is not None:
                 choice.decide(program, where)
             found = _Found(program, missed, closed.consts, results, tree)
@@ -197,7 +212,7 @@ class Accelerated:
                 if len(self._known) >= _MOST:
                     self._known.clear()
                 self._known[key] = found
-        return found, arrays
+        return found, arrays, is_new
 
 
 class _Found(NamedTuple):
@@ -210,6 +225,24 @@ class _Found(NamedTuple):
 
 
 _ARRAY = object()
+
+
+def _refuse_modules(args: Any, kwargs: Any) -> None:
+    """Raises GraphTypeError for a Flax NNX module among arguments."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None:
+        is_module = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_module):
+            if is_module(leaf):
+                raise GraphTypeError(
+                    "a function in accelerate got a Flax NNX module",
+                    expected="arrays in pytrees, as the nnx.State of a module",
+                    got=type(leaf).__name__,
+                    why="a module changes its own state, as batch norm and an optimizer do, which "
+                    "a traced function may not",
+                    fix="graph, state = nnx.split(module), pass state, and return "
+                    "nnx.state(module) with the results; or jax_cudnn.flax.accelerate(model)",
+                )
 
 
 def _flatten(fast: Accelerated) -> Any:

@@ -180,7 +180,10 @@ def _built(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise Unclear(f"its dtype is {dtype}")
     if last.dtype.itemsize > dtype.itemsize:
-        raise Unclear(f"the result of {dtype} operands is kept in {last.dtype}: cast it to {dtype}")
+        raise Unclear(
+            f"the result of {dtype} operands is kept in {last.dtype}: cast it to {dtype}. A NumPy "
+            "scalar, as of np.sqrt, makes it wider; a Python float does not"
+        )
 
     contract, _ = product.params["dimension_numbers"]
     of_key = 0 if _axes_of(product, 0).get(f.key) is not None else 1

@@ -72,7 +72,9 @@ def backward(
     dtypes = {leaf: walk.dtypes[leaf.key] for leaf in leaves.values()}
     dims = {value: walk.resolved(dims) for value, dims in walk.dims.items()}
     shifts = {v for v, state in follower.states.items() if state.kind in (ROW, SUM)}
-    part = Part([follower.product, *order], dims, leaves, dtypes, shifts)
+    sums = {v for v, state in follower.states.items() if state.kind == SUM}
+    signs = {e.outs[0] for e in order if e.outs[0].dtype == bool and _compares_with_0(e, sums)}
+    part = Part([follower.product, *order], dims, leaves, dtypes, shifts, signs)
     check(part, forward, cotangent, last, targets)
     for value, i in walk.gradients.items():
         results.append(_of_operand(program, walk, value, i, operands[i], everything))
@@ -88,6 +90,10 @@ def backward(
 
 
 _SAME = 1e-6  # of the factors of queries and of their gradient
+
+
+def _compares_with_0(equation: Equation, sums: set[Value]) -> bool:
+    return all(v in sums or number(v) == 0 for v in equation.ins)
 
 
 class _Result(NamedTuple):

@@ -200,6 +200,11 @@ class Walk:
         for i in (0, 1):
             if named[i] is None:
                 named[i] = self._as_operand(equation, i, named[1 - i], pairs)
+        if self.dims.keys().isdisjoint(equation.ins):  # cotangent and values; not a second product
+            ends = {name for name in self.names[2] if isinstance(name, tuple)}
+            sums = [{dims[axis] for axis in contract[i]} for i, dims in enumerate(named) if dims]
+            if ends not in sums:
+                return None
         for i in (0, 1):
             if named[i] is None:  # the cotangent, or an array that this knows nothing of
                 if named[1 - i] is None:

@@ -43,7 +43,10 @@ X_SCALED, MEAN_SCALED, NORM = "x / deviation", "mean / deviation", "normalized"
 _SQUARED = {X: SQUARE, MEAN: MEAN_SQUARED, CENTERED: DISTANCE}
 _SUMMED = {X: SUM, SQUARE: SUM2, DISTANCE: SUM_OF_DISTANCES}
 _MEANS = {SUM: MEAN, SUM2: MEAN2, SUM_OF_DISTANCES: VARIANCE}
-_USED = "its {} is used elsewhere, too"
+_USED = (
+    "its {} is used elsewhere, too; if that is a backward pass, put accelerate around the function "
+    "that is differentiated: jax.grad(jc.accelerate(loss))"
+)
 
 
 @dataclass(frozen=True)
@@ -231,16 +234,20 @@ def find(
 def _roots(program: Program) -> Any:
     for equation in program.equations:
         if equation.name == "reduce_sum":
-            value = equation.ins[0]
+            value = _uncast(equation.ins[0])
             made = value.made_by
             if made is not None and made.name in ("mul", "square", "integer_pow", "pow"):
-                value = made.ins[0]
-            while (made := value.made_by) is not None and made.name == "convert_element_type":
-                if not jnp.issubdtype(made.ins[0].dtype, jnp.floating):
-                    break
-                value = made.ins[0]
+                value = _uncast(made.ins[0])
             if len(value.shape) and jnp.issubdtype(value.dtype, jnp.floating):
                 yield value
+
+
+def _uncast(value: Value) -> Value:
+    while (made := value.made_by) is not None and made.name == "convert_element_type":
+        if not jnp.issubdtype(made.ins[0].dtype, jnp.floating):
+            break
+        value = made.ins[0]
+    return value
 
 
 def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Region:
@@ -293,7 +300,7 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
         return y if bias is None else (y + bias).astype(x.dtype)
 
     if not state.centered and any(how == "add" for how, _ in state.affine):
-        raise Unclear("an RMS normalization with a bias")
+        raise Unclear("an RMS normalization with a bias, which cuDNN has not: it stays as it is")
     kind = "layer norm" if state.centered else "RMS norm"
     what = f"{kind} of {root.dtype} {[*root.shape]} over {[*shape]}"
     inputs = [root, *(side.value for side in sides)]

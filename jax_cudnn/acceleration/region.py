@@ -115,20 +115,20 @@ class Region:
         return any(dtype.itemsize < 4 for dtype in floats)
 
     def signature(self, place: str) -> Hashable:
-        """Equal for regions of which the same is to be decided, and computed by the same function:
-        those of one line with equal equations."""
+        """Equal for regions of which the same is to be decided, and whose results the same function
+        computes: those of one line with equal equations."""
         at: dict[Value, Hashable] = {}
         key: list[Hashable] = [place, self.kind, self.what]
         for i, value in enumerate(self.inputs):
             at[value] = i
             key.append((value.aval, value.varies, None if value.depth is None else id(value)))
-        if self.backward is not None:
-            at[self.backward.cotangent] = -1
-        for i, e in enumerate(sorted({*self._order} | self.replaced, key=lambda e: e.at)):
+        for i, e in enumerate(self._order):
             params = tuple(sorted(e.params.items()))
             key.append((e.name, params, *(at[v] if v in at else _identity(v) for v in e.ins)))
             at |= {v: (i, j) for j, v in enumerate(e.outs)}
-        key.append(tuple((at[value], value.aval) for value in self.outputs))
+        if self.backward is not None:
+            key += [(v.aval, i) for v, i, _ in self.backward.gradients]
+        key.append((at[self.output], self.output.aval))
         try:
             hash(tuple(key))
         except TypeError:  # a parameter is not hashable

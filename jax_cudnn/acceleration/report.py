@@ -10,6 +10,7 @@ from typing import Any
 
 from .._core import compat
 from .._core.graph.source import users_place
+from .._core.plans.collect import in_jaxpr
 from .._core.plans.table import aligned
 from .program import Missed, Program
 from .region import Region
@@ -33,9 +34,11 @@ class Found:
     def to_json(self) -> dict[str, Any]:
         """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
         "cuDNN", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}], "alone":
-        {"products", "convolutions"}}``; a new dictionary each time. ``times``: how often a run of
-        the program computes it; ``gain``: XLA's time over cuDNN's, measured or predicted, of the
-        forward; ``alone``: how many products and convolutions are in no region."""
+        {"products", "convolutions"}, "graphs"}``; a new dictionary each time.
+
+        ``times``: how often a run of the program computes it; ``gain``: XLA's time over cuDNN's,
+        measured or predicted, of the forward; ``alone``: how many products and convolutions are in
+        no region; ``graphs``: how many graphs of ours the function has itself."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -50,7 +53,15 @@ class Found:
         lines = [f"{self.data['function']}{where}: {len(regions)} found{': ' * bool(on)}{counts}"]
         lines += aligned([_HEADER, *rows], len(_HEADER)) if rows else []
         lines += [f"nearly, at {m['at']}: {m['why']}" for m in missed]
-        alone = [f"{n} {what}" for what, n in self.data["alone"].items() if n]
+        if any(r["kind"] == "attention" and r["what"].startswith("float32") for r in regions):
+            lines.append(
+                "cuDNN has no backward of attention in float32: where it is differentiated, XLA "
+                "runs it; cast queries, keys and values to bfloat16"
+            )
+        if self.data["graphs"]:
+            lines.append(f"written with jax_cudnn already: {self.data['graphs']} graphs")
+        left = [(n, what) for what, n in self.data["alone"].items() if n]
+        alone = [f"{n} {what if n > 1 else what[:-1]}" for n, what in left]
         if alone:
             lines.append(f"alone, as XLA runs them: {' and '.join(alone)}")
         return "\n".join(lines)
@@ -77,8 +88,9 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
         counts[equation.name] += often * (equation not in inside)
     alone = {what: counts[name] for what, name in _ALONE.items()}
     missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
+    graphs = sum(1 for _ in in_jaxpr(program.jaxpr))
     data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
-    return Found(data)
+    return Found({**data, "graphs": graphs})
 
 
 def _at(equation: Equation) -> str:

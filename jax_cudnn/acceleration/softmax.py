@@ -186,7 +186,10 @@ class Follower:
             ):
                 return replace(first, dims=dims, zeroed=first.zeroed | {mask})
             case ["probabilities"] if len(equation.ins) > 1:
-                self.dropped.append(f"the probabilities meet another array ({name}), as in dropout")
+                self.dropped.append(
+                    f"the probabilities meet another array ({name}), as in dropout, which stays "
+                    "as it is; jax_cudnn.ops.dot_product_attention has a dropout_rate"
+                )
         return None
 
     def _is_carried(self, equation: Equation, given: list[State | None]) -> bool:

@@ -373,7 +373,7 @@ def test_a_report_counts_what_is_alone_and_sees_lines_through_jit():
     (region,) = report.to_json()["regions"]
     assert region["at"].startswith(f"{__file__}:")
     assert report.to_json()["alone"] == {"products": 1, "convolutions": 0}
-    assert str(report).endswith("alone, as XLA runs them: 1 products")
+    assert str(report).endswith("alone, as XLA runs them: 1 product")
 
 
 @pytest.mark.deviceless
