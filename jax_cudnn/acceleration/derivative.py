@@ -60,7 +60,8 @@ def backward(
         if program.used_outside(everything, value):
             raise Unclear("a value inside is used elsewhere")
     leaves = {(e, i): walk.leaf(e, i) for e, i in walk.leaves if e in everything}
-    ends = frozenset(follower.states[last].dims) - {None}
+    result = follower.states[last]
+    ends = frozenset(result.dims) - {None}
     cotangents = {leaf for leaf in leaves.values() if frozenset(leaf.dims) - {None} == ends}
     cotangents -= {walk.own(i) for i in range(len(ROLES))}
     if len({leaf.key for leaf in cotangents}) != 1:
@@ -71,6 +72,9 @@ def backward(
         raise Unclear("a part of it is not followed")
     dtypes = {leaf: walk.dtypes[leaf.key] for leaf in leaves.values()}
     dims = {value: walk.resolved(dims) for value, dims in walk.dims.items()}
+    zeroed = {mask for v in made for mask in follower.states.get(v, result).zeroed}
+    if zeroed - result.zeroed:
+        raise Unclear("probabilities that are 0 in its gradient alone")
     shifts = {v for v, state in follower.states.items() if state.kind in (ROW, SUM)}
     sums = {v for v, state in follower.states.items() if state.kind == SUM}
     signs = {e.outs[0] for e in order if e.outs[0].dtype == bool and _compares_with_0(e, sums)}

@@ -300,7 +300,7 @@ def _region(program: Program, follower: _Follower, taken: set[Equation]) -> Regi
         return y if bias is None else (y + bias).astype(x.dtype)
 
     if not state.centered and any(how == "add" for how, _ in state.affine):
-        raise Unclear("an RMS normalization with a bias, which cuDNN has not: it stays as it is")
+        raise Unclear("an RMS normalization with a bias, which cuDNN does not run")
     kind = "layer norm" if state.centered else "RMS norm"
     what = f"{kind} of {root.dtype} {[*root.shape]} over {[*shape]}"
     inputs = [root, *(side.value for side in sides)]

@@ -555,3 +555,42 @@ def test_of_symbolic_shapes_a_function_runs_as_it_is():
         made = jax.export.export(jax.jit(fast), platforms=["cuda"])(x, w, b)
         assert "custom_call @jax_cudnn" not in made.mlir_module()
         assert not fast.report(x, w, b).to_json()["regions"]
+
+
+@pytest.mark.deviceless
+def test_a_function_is_traced_once():
+    traced = []
+
+    def model(x, w, found):
+        traced.append(found)
+        return jax.nn.gelu(x @ w) if found else jnp.sin(x)
+
+    x, w = half((4096, 1024), (1024, 4096))
+    for found in (False, True):
+        fast = jc.accelerate(model)
+        with jc.target("H200"):
+            jax.make_jaxpr(lambda x, w, f=fast, found=found: f(x, w, found))(x, w)
+    assert traced == [False, True]
+
+
+def test_a_module_of_nnx_among_the_arguments_is_an_error_on_every_device():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    fast = jc.accelerate(lambda m, x: m(x))
+    with pytest.raises(jc.GraphTypeError, match="NNX module") as error:
+        fast(model, jnp.ones((2, 4)))
+    assert "nnx.split" in str(error.value)
+    graph, state = nnx.split(model)
+    passed = jc.accelerate(lambda state, x: nnx.merge(graph, state)(x))
+    assert passed(state, jnp.ones((2, 4))).shape == (2, 4)
+
+
+@pytest.mark.deviceless
+def test_the_report_counts_graphs_that_are_there_already_and_warns_of_float32():
+    args = half(*[SHAPE] * 3)
+    with jc.target("H200"):
+        report = jc.accelerate(jax.grad(lambda *x: jc.accelerate(attend)(*x).sum())).report(*args)
+    assert report.to_json()["graphs"] == 2
+    assert "written with jax_cudnn already: 2 graphs" in str(report)
+    wide = jc.accelerate(attend).report(*arrays(*[SHAPE] * 3), gpu="H200")
+    assert "cast queries, keys and values to bfloat16" in str(wide)
