@@ -50,15 +50,14 @@ def backward(
     everything = forward | equations
     targets = {value: walk.own(i) for value, i in walk.gradients.items()}
     results: list[_Result] = []
-    for value in sorted({v for e in equations for v in e.outs} - {last, *targets}, key=_place):
+    for value in sorted({v for e in everything for v in e.outs} - {last, *targets}, key=_place):
         if program.used_outside(everything, value):
+            if value not in walk.dims:
+                raise Unclear(_READ)
             leaf, found = _of_bias(program, walk, value, everything, biases)
             targets[found.value] = leaf
             results.append(found)
             everything |= found.more
-    for value in {v for e in everything for v in e.outs} - {last, *targets}:
-        if program.used_outside(everything, value):
-            raise Unclear("a value inside is used elsewhere")
     leaves = {(e, i): walk.leaf(e, i) for e, i in walk.leaves if e in everything}
     result = follower.states[last]
     ends = frozenset(result.dims) - {None}
@@ -93,6 +92,7 @@ def backward(
     return found
 
 
+_READ = "a value inside is used elsewhere"
 _SAME = 1e-6  # of the factors of queries and of their gradient
 
 
@@ -133,10 +133,10 @@ def _of_bias(
                     return leaf, _Result(value, i, _Renamed(side.dims, dims, value.shape), more)
         users = {user for user in value.users if user not in inside}
         if program.is_read(value) or len(users) != 1:
-            raise Unclear("a value inside is used elsewhere")
+            raise Unclear(_READ)
         (user,) = users
         if user not in walk.order or not (user.casts or user.name in (*LAYOUT, "reduce_sum")):
-            raise Unclear("a value inside is used elsewhere")
+            raise Unclear(_READ)
         more |= {user}
         (value,) = user.outs
 

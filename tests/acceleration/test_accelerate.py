@@ -594,3 +594,30 @@ def test_the_report_counts_graphs_that_are_there_already_and_warns_of_float32():
     assert "written with jax_cudnn already: 2 graphs" in str(report)
     wide = jc.accelerate(attend).report(*arrays(*[SHAPE] * 3), gpu="H200")
     assert "cast queries, keys and values to bfloat16" in str(wide)
+
+
+@pytest.mark.deviceless
+def test_layers_of_one_line_differ_in_their_numbers_and_masks():
+    x, w, bias = half((4096, 1024), (1024, 1024), (1024,))
+
+    def layers(x, w, bias, scales):
+        for scale in scales:
+            x = jax.nn.relu((x @ (w / 32)) * scale + bias)
+        return x
+
+    def windows(q, k, v, sizes):
+        rows, columns = jnp.arange(128)[:, None], jnp.arange(128)[None]
+        for size in sizes:
+            s = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+            s = jnp.where((columns <= rows) & (rows - columns < size), s, -1e9)
+            q = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
+        return q
+
+    cases = (layers, (x, w, bias), (0.5, 2.0, 0.5)), (windows, half(*[SHAPE] * 3), (4, 64, 4))
+    for fn, args, numbers in cases:
+        fast = jc.accelerate(lambda *x, fn=fn, numbers=numbers: fn(*x, numbers))
+        with jc.target("H200"):
+            (got, want), regions = (fast(*args), fn(*args, numbers)), fast.report(*args)
+        assert regions.to_json()["regions"]
+        difference = np.linalg.norm(np.float32(got) - np.float32(want))
+        assert difference <= 0.02 * np.linalg.norm(np.float32(want))
