@@ -22,7 +22,7 @@ from .masks import Positions, Seen, band, conjuncts, lengths
 from .operands import Operand, operand
 from .program import Missed, Program
 from .region import Region
-from .scores import Dims, Scores, Side, Unclear, narrowed, read, score_mod, unwidened
+from .scores import Dims, Scores, Side, Unclear, added, all_of, narrowed, read, score_mod, unwidened
 from .softmax import OUT, SCORES, Follower, State
 from .values import Equation, Value, between, free_dims
 
@@ -237,7 +237,7 @@ def _built(
         va = v.arranged(arrays[2], v_order, sized(s, kn, e))
         rest = iter(arrays[3:])
         met = [[_to_scores(next(rest), side_, f) for side_ in group] for group in sides]
-        bias, mask = _added(met[0], scores.biases), _all_of(met[2], masks)
+        bias, mask = added(met[0], scores.biases), all_of(met[2], masks)
         count = None
         if lens is not None:
             count = jnp.broadcast_to(met[4][0].reshape(-1), (b,))
@@ -258,7 +258,7 @@ def _built(
             blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
             out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
         if zeroing:  # a query that sees no key has the result 0
-            sees = _all_of(met[3], zeroing).any(-1)[..., None]
+            sees = all_of(met[3], zeroing).any(-1)[..., None]
             sees = sees if heads_first else jnp.swapaxes(sees, 1, 2)
             out = jnp.where(sees, out, jnp.asarray(0, out.dtype))
         if v.factor != 1:
@@ -366,23 +366,6 @@ def _to_scores(x: Any, side: Side, f: _Found) -> Any:
             shape.append(1)
         at += len(group)
     return x.reshape((*shape, *x.shape[at:]))
-
-
-def _all_of(arrays: list[Any], sides: list[Side]) -> Any:
-    """The mask that is True where all are; None without one."""
-    mask = None
-    for x, side in zip(arrays, sides, strict=True):
-        one = (x != 0) ^ side.negated if side.value.dtype == bool else x == 0
-        mask = one if mask is None else mask & one
-    return mask
-
-
-def _added(arrays: list[Any], sides: list[Side]) -> Any:
-    total = None
-    for x, side in zip(arrays, sides, strict=True):
-        x = x * jnp.asarray(side.factor, x.dtype) if side.factor != 1 else x
-        total = x if total is None else total + x
-    return total
 
 
 def _from_heads(

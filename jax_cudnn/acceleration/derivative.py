@@ -74,11 +74,12 @@ def backward(
     zeroed = {mask for v in made for mask in follower.states.get(v, result).zeroed}
     if zeroed - result.zeroed:
         raise Unclear("probabilities that are 0 in its gradient alone")
-    shifts = {v for v, state in follower.states.items() if state.kind in (ROW, SUM)}
+    meanings = {e.outs[0]: follower.states.get(e.outs[0]) for e in forward}
+    shifts = {v for v, state in meanings.items() if state and state.kind in (ROW, SUM)}
     sums = {v for v, state in follower.states.items() if state.kind == SUM}
     signs = {e.outs[0] for e in order if e.outs[0].dtype == bool and _compares_with_0(e, sums)}
-    part = Part([follower.product, *order], dims, leaves, dtypes, shifts, signs)
-    check(part, forward, cotangent, last, targets)
+    order = [follower.product, *order]
+    check(Part(order, forward, last, cotangent, targets, dims, leaves, dtypes, shifts, signs))
     for value, i in walk.gradients.items():
         results.append(_of_operand(program, walk, value, i, operands[i], everything))
         everything |= results[-1].more

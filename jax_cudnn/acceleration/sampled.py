@@ -37,11 +37,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Part:
-    """Equations in order, with the axes of what they compute, the arrays that enter, by equation
-    and operand, and the dtypes of those. A softmax does not depend on its ``shifts``, and ``signs``
-    are those of sums of exponentials: they are known."""
+    """Equations in order, of which ``forward`` compute ``last``, and the others ``targets`` of its
+    ``cotangent``: its gradients by these leaves. With the axes of what they compute, the arrays
+    that enter, by equation and operand, and the dtypes of those. A softmax does not depend on its
+    ``shifts``, and ``signs`` are those of sums of exponentials: they are known."""
 
     equations: list[Equation]
+    forward: set[Equation]
+    last: Value
+    cotangent: Leaf
+    targets: Mapping[Value, Leaf]
     dims: Mapping[Value, Dims]
     leaves: Mapping[tuple[Equation, int], Leaf]
     dtypes: Mapping[Leaf, Any]
@@ -49,22 +54,15 @@ class Part:
     signs: Collection[Value]
 
 
-def check(
-    part: Part,
-    forward: set[Equation],
-    cotangent: Leaf,
-    last: Value,
-    targets: Mapping[Value, Leaf],
-) -> None:
-    """Raises Unclear if ``targets`` are not the gradients of ``last``, which ``forward`` computes,
-    by these leaves: compares them with differences along random directions. Layers that are
-    written alike are compared once."""
-    key = _form(part, forward, cotangent, last, targets)
+def check(part: Part) -> None:
+    """Raises Unclear if its ``targets`` are not the gradients of its result: compares them with
+    differences along random directions. Layers that are written alike are compared once."""
+    key = _form(part)
     if key not in _refused:
         if len(_refused) >= _MOST:
             _refused.clear()
         try:
-            _check(part, forward, cotangent, last, targets)
+            _check(part)
             _refused[key] = ""
         except Unclear as why:
             _refused[key] = str(why)
@@ -75,13 +73,7 @@ def check(
 _refused: dict[Hashable, str] = {}
 
 
-def _form(
-    part: Part,
-    forward: set[Equation],
-    cotangent: Leaf,
-    last: Value,
-    targets: Mapping[Value, Leaf],
-) -> Hashable:
+def _form(part: Part) -> Hashable:
     """What is equal for equations that are written alike."""
     names: dict[Any, int] = {}
     leaves: dict[Leaf, int] = {}
@@ -101,23 +93,16 @@ def _form(
             known = number(v) if v not in made and leaf is None else None
             ins.append(made.get(v, entering(leaf) if leaf else (known, str(v.dtype))))
         made[out] = len(made)
-        told = equation in forward, out in part.shifts, out in part.signs
+        told = equation in part.forward, out in part.shifts, out in part.signs
         found.append((equation.name, str(equation.params), *ins, of(part.dims[out]), *told))
-    ends = [(made[value], entering(leaf)) for value, leaf in targets.items()]
-    return (*found, made[last], entering(cotangent), *ends)
+    ends = [(made[value], entering(leaf)) for value, leaf in part.targets.items()]
+    return (*found, made[part.last], entering(part.cotangent), *ends)
 
 
-def _check(
-    part: Part,
-    forward: set[Equation],
-    cotangent: Leaf,
-    last: Value,
-    targets: Mapping[Value, Leaf],
-) -> None:
+def _check(part: Part) -> None:
     sizes: dict[Any, int] = {}
     for name in dict.fromkeys(d for leaf in part.dtypes for d in leaf.dims):
         sizes[name] = 1 if name is None else _SIZES[len(sizes) % len(_SIZES)]
-    first = [e for e in part.equations if e in forward]
     for equation in part.equations:
         _refuse_jumps(part, equation)
     done = 0
@@ -128,8 +113,8 @@ def _check(
             for leaf, dtype in part.dtypes.items()
         }
         env = _run(part, part.equations, arrays)
-        if all(np.isfinite(env[v]).all() for v in (last, *targets)):
-            _compare(part, first, cotangent, last, targets, arrays, env, random)
+        if all(np.isfinite(env[v]).all() for v in (part.last, *part.targets)):
+            _compare(part, arrays, env, random)
             done += 1
         if done == _DRAWS:
             return
@@ -167,25 +152,23 @@ def _before(value: Value) -> Equation | None:
 
 def _compare(
     part: Part,
-    first: list[Equation],
-    cotangent: Leaf,
-    last: Value,
-    targets: Mapping[Value, Leaf],
     arrays: dict[Leaf, np.ndarray],
     env: dict[Value, np.ndarray],
     random: np.random.Generator,
 ) -> None:
     """Raises Unclear if gradients are not the differences of the result, or not linear in its
     cotangent."""
+    cotangent, last = part.cotangent, part.last
+    first = [e for e in part.equations if e in part.forward]
     onto = renamed(arrays[cotangent], cotangent.dims, part.dims[last])
     least = _STEP * float(np.sum(np.abs(onto * env[last])))  # what rounding makes of a zero
     for scale in _SCALES:
         scaled = _run(part, part.equations, {**arrays, cotangent: scale * arrays[cotangent]})
-        for value in targets:
+        for value in part.targets:
             far = np.linalg.norm(scaled[value] / scale - env[value])
             if not far <= _AGREES * (np.linalg.norm(env[value]) + least):
                 raise Unclear("a gradient is not linear in the cotangent")
-    for value, leaf in targets.items():
+    for value, leaf in part.targets.items():
         gradient = renamed(env[value], part.dims[value], leaf.dims)
         for _ in range(_DIRECTIONS):
             way = random.standard_normal(arrays[leaf].shape)

@@ -270,6 +270,23 @@ def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
     return None
 
 
+def all_of(arrays: list[Any], sides: list[Side]) -> Any:
+    """The mask that is True where all are; None without one."""
+    mask = None
+    for x, side in zip(arrays, sides, strict=True):
+        one = (x != 0) ^ side.negated if side.value.dtype == bool else x == 0
+        mask = one if mask is None else mask & one
+    return mask
+
+
+def added(arrays: list[Any], sides: list[Side]) -> Any:
+    total = None
+    for x, side in zip(arrays, sides, strict=True):
+        x = x * jnp.asarray(side.factor, x.dtype) if side.factor != 1 else x
+        total = x if total is None else total + x
+    return total
+
+
 # -- the rest, as a score_mod ----------------------------------------------------------------------
 
 

@@ -221,6 +221,25 @@ def test_a_derivative_that_is_another_one_for_some_values_stays(name):
     assert found(step, q, k, v)[0] == []
 
 
+def test_a_derivative_that_depends_on_the_softmaxs_shift_stays():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+
+    def step(q, k, v, g, least):
+        s = jnp.einsum("bthd,bshd->bhts", q, k)
+        most = s.max(-1, keepdims=True)
+        e = jnp.exp(s - most)
+        p = e / e.sum(-1, keepdims=True)
+        out = jnp.einsum("bhts,bshd->bthd", p, v)
+        dp = jnp.einsum("bthd,bshd->bhts", g, v)
+        ds = p * (dp - (dp * p).sum(-1, keepdims=True))
+        ds = ds * (most < 100).astype(s.dtype) if least else ds
+        return out, jnp.einsum("bhts,bshd->bthd", ds, k)
+
+    for least in (False, True):
+        pairs, _ = found(lambda *x, least=least: step(*x, least), q, k, v, q + 1)
+        assert pairs == [True] * (not least)
+
+
 def test_two_attentions_of_the_same_arrays():
     q, k, v = arrays(*[(B, T, N, H)] * 3)
     for fn in (
