@@ -169,28 +169,30 @@ class Program:
 
     def _run(self, body: Any, env: dict, ends: Any, wanted: set[Any], opened: set[Call]) -> None:
         plain: list[Equation | Call] = []  # that follow each other
-        for item in (*body, None):
-            if item is not None and item not in wanted:
-                continue
-            ends_here = isinstance(item, Equation) and item in ends
-            rewritten = isinstance(item, Equation) and any(
-                program.holds_regions for program in item.inner.values()
-            )
-            is_open = isinstance(item, Call) and item in opened
-            if item is not None and not (ends_here or rewritten or is_open):
-                plain.append(item)
-                continue
+
+        def flush() -> None:
             if plain:
                 run_together(plain, env)
-                plain = []
+                plain.clear()
+
+        for item in body:
+            if item not in wanted:
+                continue
+            programs = item.inner.values() if isinstance(item, Equation) else ()
+            holds = any(program.holds_regions for program in programs)
+            if item not in ends and item not in opened and not holds:
+                plain.append(item)
+                continue
+            flush()
             if isinstance(item, Call):
                 with compat.in_place_of(item.eqn, item.eqn):
                     self._run(item.body, env, ends, wanted, opened)
-            elif item is not None and ends_here:
+            elif item in ends:
                 self._emit(ends[item], item, env)
-            elif item is not None:
+            else:
                 made = _rewritten(item, [read(env, v) for v in item.ins])
                 env.update(zip(item.outs, made, strict=True))
+        flush()
 
     def _emit(self, region: Region, at: Equation, env: dict) -> None:
         """The results of a region, or of its derivative, in the place of an equation."""
