@@ -129,6 +129,7 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
         _gpt2("gpt2-124m/4x8192", 4, 8192, 50304),
         _gpt2("gpt-1.3b/4x2048", 4, 2048, 50304, {"width": 2048, "depth": 24, "heads": 16}),
         _gemma2("gemma2-8-layers/2x4096", 2, 4096, 32768),
+        _gemma2("gemma2-8-layers/1x8192", 1, 8192, 32768, {"window": 4096}),
         _unet("unet3d/2x128", 2, 128),
         _unet("unet3d/2x64", 2, 64),
     ]
@@ -181,10 +182,11 @@ def _gpt2(
 
 
 def _gemma2(name: str, batch: int, length: int, vocabulary: int, model: Any = None) -> FlaxCase:
+    model = {"window": 1024, **(model or {})}
     return FlaxCase(
         name,
-        f"vocabulary of {vocabulary}, scores capped at 50, windows of 1024; AdamW",
-        partial(Gemma2, vocabulary=vocabulary, dtype=_DTYPE, **(model or {})),
+        f"vocabulary of {vocabulary}, scores capped at 50, windows of {model['window']}; AdamW",
+        partial(Gemma2, vocabulary=vocabulary, dtype=_DTYPE, **model),
         partial(_tokens, batch, length, vocabulary),
         optax.adamw(1e-4),
         batch * length,

@@ -64,8 +64,8 @@ def find(
     regions: list[Region] = []
     if "attention" not in kinds:
         return regions
-    for equation in program.equations:
-        if equation.name != "dot_general" or equation in taken:
+    for equation in _before_exponentials(program):
+        if equation in taken:
             continue
         follower = Follower(equation)
         if not follower.dropped and OUT not in {s.kind for s in follower.states.values()}:
@@ -79,6 +79,19 @@ def find(
             taken |= region.replaced
             regions.append(region)
     return regions
+
+
+def _before_exponentials(program: Program) -> list[Equation]:
+    """The products from which a way leads to an exponential that passes no other product."""
+    leads: set[Value] = set()
+    found: list[Equation] = []
+    for equation in reversed(program.equations):
+        onwards = not leads.isdisjoint(equation.outs)
+        if equation.name == "dot_general":
+            found += [equation] * onwards
+        elif onwards or equation.name == "exp":
+            leads |= {*equation.ins}
+    return found[::-1]
 
 
 def _region(program: Program, follower: Follower) -> Region:

@@ -46,7 +46,10 @@ def decide(program: Program, where: Site) -> None:
     for inner in program.programs:
         for region in inner.found:
             key = region.signature(users_place(compat.user_frames(region.first.written)))
-            same = decided.setdefault(key, region)
+            try:
+                same = decided.setdefault(key, region)
+            except TypeError:  # a parameter is not hashable
+                same = region
             if same is region:
                 _decide(region, where)
             else:  # as of another layer
@@ -92,7 +95,7 @@ def _either(
     equations where cuDNN does not run forward and backward."""
 
     @jax.custom_jvp
-    def region(*operands: Any) -> Any:
+    def accelerated(*operands: Any) -> Any:
         if any(compat.varying_axes(jax.typeof(x)) for x in operands):
             return emit(*operands)  # its equations are of the mesh around
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
@@ -102,11 +105,12 @@ def _either(
 
         given = [primals[i] for i in moving]
         avals = _of_one_device(map(jax.typeof, primals))
-        function = original if refusal(_pair(region.fun, avals, moving), where) else region.fun
+        fused = accelerated.fun
+        function = original if refusal(_pair(fused, avals, moving), where) else fused
         return jax.jvp(_of(function, primals, moving), given, [tangents[i] for i in moving])
 
-    region.defjvp(rule, symbolic_zeros=True)
-    return region
+    accelerated.defjvp(rule, symbolic_zeros=True)
+    return jax.jit(accelerated, inline=True)  # traced once for equal layers
 
 
 def _of_one_device(avals: Iterable[Any]) -> list[Any]:

@@ -260,10 +260,10 @@ def _inner(equation: Equation, inside: bool) -> dict[tuple[str, int | None], Pro
     """The programs of a loop, of branches, of what is computed again or on each device; ``inside``:
     of a program that is differentiated."""
     params, ins = equation.params, equation.ins
-    eqns = (equation.eqn, *(call.eqn for call in equation.calls))
-    differentiated = inside or any(map(compat.is_differentiated, eqns))
 
     def of(key: str, outside: Sequence[Value | None], index: int | None = None) -> None:
+        eqns = (equation.eqn, *(call.eqn for call in equation.calls))
+        differentiated = inside or any(map(compat.is_differentiated, eqns))
         jaxpr = params[key] if index is None else params[key][index]
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         same = [

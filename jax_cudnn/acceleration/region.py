@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core import compat
 from .values import ELEMENTWISE, Equation, Value, run_together
@@ -123,17 +124,12 @@ class Region:
             at[value] = i
             key.append((value.aval, value.varies, None if value.depth is None else id(value)))
         for i, e in enumerate(self._order):
-            params = tuple(sorted(e.params.items()))
-            key.append((e.name, params, *(at[v] if v in at else _identity(v) for v in e.ins)))
+            ins = (at[v] if v in at else _identity(v) for v in e.ins)
+            key.append((e.name, *e.params.items(), *ins))
             at |= {v: (i, j) for j, v in enumerate(e.outs)}
         if self.backward is not None:
             key += [(v.aval, i) for v, i, _ in self.backward.gradients]
-        key.append((at[self.output], self.output.aval))
-        try:
-            hash(tuple(key))
-        except TypeError:  # a parameter is not hashable
-            return id(self)
-        return tuple(key)
+        return *key, at[self.output], self.output.aval
 
     def differentiated(self, *arrays: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
         """The result, and a function of its cotangent that computes the gradients."""
@@ -169,8 +165,9 @@ class Region:
 def _identity(value: Value) -> Hashable:
     """Equal for equal numbers, and for one and the same array."""
     known = value.known
-    scalar = known is not None and not value.shape
-    return (str(value.dtype), repr(known)) if scalar else id(value if known is None else known)
+    if known is None or value.shape or not isinstance(value.dtype, np.dtype):
+        return id(value if known is None else known)
+    return value.dtype, np.asarray(known).tobytes()
 
 
 def as_aval(x: Any, aval: Any) -> Any:

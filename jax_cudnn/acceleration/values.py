@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,7 @@ class Equation:
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
-    @property
+    @functools.cached_property
     def casts(self) -> bool:
         """Whether its result is its operand in another dtype. A float of fewer than 16 bits is not
         the same value: whoever casts to it wants the rounding."""

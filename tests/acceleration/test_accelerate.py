@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn as jc
 from jax_cudnn._core import settings
 from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn.acceleration import choice
 from jax_cudnn.acceleration.api import search
 
 SHAPE = (2, 128, 2, 64)
@@ -571,6 +573,27 @@ def test_a_function_is_traced_once():
         with jc.target("H200"):
             jax.make_jaxpr(lambda x, w, f=fast, found=found: f(x, w, found))(x, w)
     assert traced == [False, True]
+
+
+@pytest.mark.deviceless
+def test_equal_layers_are_decided_and_differentiated_once(monkeypatch):
+    asked = []
+    refusal = choice.refusal
+    monkeypatch.setattr(choice, "refusal", lambda *a: asked.append(1) or refusal(*a))
+
+    def model(layers, x, w, v):
+        for _ in range(layers):
+            x = x + jax.nn.gelu(x @ w) @ v
+        return x.astype("float32").sum()
+
+    args = half((4096, 1024), (1024, 4096), (4096, 1024))
+    counts = []
+    for layers in (2, 6):
+        asked.clear()
+        with jc.target("H200"):
+            jax.make_jaxpr(jax.grad(jc.accelerate(functools.partial(model, layers)), (1, 2)))(*args)
+        counts.append(len(asked))
+    assert counts[0] == counts[1] > 2
 
 
 def test_a_module_of_nnx_among_the_arguments_is_an_error_on_every_device():
