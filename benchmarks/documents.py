@@ -25,6 +25,7 @@ from .norms.tables import render as render_norms
 from .public_models import render as render_models
 from .steps.tables import render as render_steps
 from .tested import render as render_tested
+from .tracing import render as render_tracing
 from .tuning import render as render_tuning
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,6 +100,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     page = ROOT / "docs" / "accelerate.md"
     yield page, "one line", render_one_line(steps)
     yield page, "models", render_models(read(committed("public_models_h200")))
+    yield page, "tracing", render_tracing(read(committed("tracing")))
     page = ROOT / "docs" / "many_gpus.md"
     yield page, "collectives", render_collectives(read(committed("collectives_h200")))
     yield page, "one gpu", render_one_gpu(read(committed("one_gpu_h200")))

@@ -81,14 +81,16 @@ class Value:
         self.varies = tuple(
             one and size != 1 for one, size in zip(_varies(self), self.shape, strict=True)
         )
-        depths = [v.depth for v in equation.ins]
+        deepest = 0
+        for value in equation.ins:
+            if value.depth is None:
+                return
+            deepest = max(deepest, value.depth)
         plain = not (equation.inner or equation.eqn.effects or len(equation.outs) != 1)
-        plain = plain and not any(
+        if plain and not any(
             hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in equation.params.values()
-        )
-        if plain and None not in depths:
-            deepest = 1 + max((d for d in depths if d is not None), default=0)
-            self.depth = deepest if deepest <= _DEEPEST else None
+        ):
+            self.depth = deepest + 1 if deepest < _DEEPEST else None
 
 
 def _varies(value: Value) -> Sequence[bool]:

@@ -66,7 +66,7 @@ MUTATIONS = {
     "a derivative may have jumps": ("acceleration/sampled.py", "if equation.name not in _JUMPS or", "if True or"),
     "a derivative need not be linear": ("acceleration/sampled.py", "for scale in _SCALES:", "for scale in ():"),
     "any bias has the gradient": ("acceleration/derivative.py", "and _holds(walk.roots.get(leaf.key), side)", ""),
-    "layers with other numbers are one": ("acceleration/region.py", "(str(value.dtype), repr(known)) if scalar", "(str(value.dtype), 0) if scalar"),
+    "layers with other numbers are one": ("acceleration/region.py", "return value.dtype, np.asarray(known).tobytes()", "return value.dtype, None"),
     "a chosen number is a mask": ("acceleration/masks.py", "if made is not None and value.dtype == bool:", "if made is not None:"),
     "recomputation loses its barriers": ("acceleration/program.py", "if params[\"differentiated\"]:", "if False:"),
     "a query that sees no key is not 0": ("acceleration/attention.py", "if zeroing:", "if False:"),
