@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -16,55 +17,66 @@ from .scores import computed, constant, number
 from .values import CASTS, CUSTOM, Equation, Value
 
 _FAR = np.asarray([20.0, 60.0, 1e3, 1e4, 1e6, 1e12, 1e30])
-
-
 _GRID = np.concatenate([np.linspace(-12, 12, 4801), _FAR, -_FAR])
-
-
-_ROUNDINGS = 2  # of constants in the dtype of the program, by which an activation may differ
-
-
+_RELATIVE, _ROUNDING = 1e-5, 1e-14
+"""By how much values in float64 may differ: for constants of six digits, and for sums near 0."""
 _KINKS = np.asarray([0.0, 6.0], "float32")
-
-
 _KINKED = ("relu", "relu6", "leaky_relu")
+_GUARDS = ("eq", "ne", "is_finite", "stop_gradient")
+"""What asks for NaN and infinities, or stops a derivative: values on a grid do not show it."""
+_CONSTANTS = 1e-3, 1e3
+"""Between what a constant of an activation lies. An epsilon is smaller: whoever adds it does not
+want 0."""
 
 
 def activation(value: Value, equations: list[Equation]) -> str | None:
     """The name of the activation that equations compute of a value; None if cuDNN has none."""
     places = {value: -1, **{e.outs[0]: i for i, e in enumerate(equations)}}
-    own = any(call.eqn.primitive.name == CUSTOM for e in equations for call in e.calls)
     key = (
         str(value.dtype),
-        own,
         tuple(
-            (e.name, str(e.params), *(places.get(v, number(v)) for v in e.ins)) for e in equations
+            (e.name, str(e.params), _is_own(e), *(places.get(v, number(v)) for v in e.ins))
+            for e in equations
         ),
     )
     if key not in _seen:
-        _seen[key] = _recognised(value, equations, own)
+        _seen[key] = _recognised(value, equations)
     return _seen[key]
 
 
 _seen: dict[Any, str | None] = {}
 
 
-def _recognised(value: Value, equations: list[Equation], own: bool) -> str | None:
-    got = _evaluated(value, equations)
+def _recognised(value: Value, equations: list[Equation]) -> str | None:
+    got = None if any(map(_guards, equations)) else _evaluated(value, equations)
     if got is None:
         return None
-    unit = float(jnp.finfo(value.dtype).eps) * _ROUNDINGS
     finite = np.isfinite(got)  # one written by hand may overflow, far away
     if not finite[np.abs(_GRID) <= 60].all():
         return None
-    errors = {
-        name: np.max((np.abs(got - y) / (1 + np.abs(got)))[finite])
-        for name, y in _activations().items()
-    }
-    best = min(errors, key=lambda name: errors[name])
-    if errors[best] > max(unit, 1e-5):
-        return None
-    return best if own or best not in _KINKED or _same_kinks(value, equations, best) else None
+    x, got = _GRID[finite], got[finite]
+    own = any(map(_is_own, equations))
+    for name, values in _activations(str(value.dtype)):
+        y = values[finite]
+        allowed = _RELATIVE * np.abs(y) + _ROUNDING * (1 + np.abs(x))
+        if (np.abs(got - y) <= allowed).all():
+            kinked = name in _KINKED and not own
+            return None if kinked and not _same_kinks(value, equations, name) else name
+    return None
+
+
+def _is_own(equation: Equation) -> bool:
+    """Whether it is a part of one of JAX's own functions with a derivative, as ``jax.nn.relu``."""
+    return any(call.eqn.primitive.name == CUSTOM for call in equation.calls)
+
+
+def _guards(equation: Equation) -> bool:
+    """Whether it is there for values that a grid does not show."""
+    if _is_own(equation):
+        return False
+    known = [abs(c) for v in equation.ins if (c := number(v))]
+    low, high = _CONSTANTS
+    return equation.name in _GUARDS or not all(low < c < high for c in known)
 
 
 def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
@@ -103,21 +115,26 @@ def _named(name: str) -> Any:
 
 
 @functools.cache
-def _activations() -> dict[str, np.ndarray]:
+def _activations(dtype: str) -> list[tuple[str, np.ndarray]]:
+    """Values on the grid, with constants in float64 and as a program in this dtype rounds them."""
     x = _GRID
+
+    def held(constant: float) -> set[float]:
+        return {constant, float(np.asarray(constant, jnp.dtype(dtype)))}
+
     with np.errstate(over="ignore"):
-        cube = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
-        sigmoid, half = 1 / (1 + np.exp(-x)), x / 2
-        erf = np.vectorize(math.erf)(x / np.sqrt(2))
-        return {
-            "relu": np.maximum(x, 0),
-            "relu6": np.clip(x, 0, 6),
-            "leaky_relu": np.where(x >= 0, x, 0.01 * x),
-            "gelu": half * (1 + np.tanh(cube)),
-            "gelu_exact": half * (1 + erf),
-            "silu": x * sigmoid,
-            "sigmoid": sigmoid,
-            "tanh": np.tanh(x),
-            "elu": np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
-            "softplus": np.logaddexp(x, 0),
-        }
+        sigmoid, half, erf = 1 / (1 + np.exp(-x)), x / 2, np.vectorize(math.erf)
+        found = [
+            ("relu", np.maximum(x, 0)),
+            ("relu6", np.clip(x, 0, 6)),
+            ("silu", x * sigmoid),
+            ("sigmoid", sigmoid),
+            ("tanh", np.tanh(x)),
+            ("elu", np.where(x > 0, x, np.expm1(np.minimum(x, 0)))),
+            ("softplus", np.logaddexp(x, 0)),
+        ]
+        for scale, cubed in itertools.product(held(math.sqrt(2 / math.pi)), held(0.044715)):
+            found.append(("gelu", half * (1 + np.tanh(scale * (x + cubed * x**3)))))
+        for scale in held(math.sqrt(0.5)) | {1 / root for root in held(math.sqrt(2))}:
+            found.append(("gelu_exact", half * (1 + erf(x * scale))))
+        return found + [("leaky_relu", np.where(x >= 0, x, slope * x)) for slope in held(0.01)]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._core import compat, context
-from .._core.errors import GraphTypeError, shown
+from .._core.errors import GraphTypeError, nearest, shown
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from . import attention, choice, epilogues, norms, report
@@ -22,8 +22,7 @@ from .values import Equation
 
 KINDS = ("attention", "product", "convolution", "normalization")
 _DIFFERENTIATED = (
-    "this {} is differentiated inside of the function, which reads values in it: put accelerate "
-    "around the function that is differentiated, jax.grad(jc.accelerate(loss))"
+    f"this {{}} is differentiated inside of the function, which reads values in it: {report.FIX}"
 )
 _MOST = 256  # shapes for which a function's regions are kept
 
@@ -110,20 +109,21 @@ def accelerate(
             fix="'fused' rounds once, at the end; 'strict' as your operations do",
         )
     asked, left = map(_listed, (only, without))
-    for kind in (*(asked or ()), *(left or ())):
-        if kind not in KINDS:
-            raise GraphTypeError(
-                "accelerate got an unknown kind",
-                expected=f"of {', '.join(map(repr, KINDS))}, one or several",
-                got=shown(kind),
-                fix="leave it out to look for all",
-            )
+    for name, given in (("only", asked), ("without", left)):
+        for kind in given or ():
+            if kind not in KINDS:
+                raise GraphTypeError(
+                    f"{name} of accelerate got an unknown kind",
+                    expected=f"of {', '.join(map(repr, KINDS))}, one or several",
+                    got=shown(kind),
+                    fix=nearest(kind, KINDS, f"leave {name} out to look for all"),
+                )
     kinds = [k for k in KINDS if (asked is None or k in asked) and k not in (left or ())]
     return Accelerated(fn, tuple(kinds), numerics == "strict")
 
 
 def _listed(kinds: Any) -> tuple[Any, ...] | None:
-    several = isinstance(kinds, Iterable) and not isinstance(kinds, str)
+    several = isinstance(kinds, Iterable) and not isinstance(kinds, (str, bytes))
     return None if kinds is None else tuple(kinds) if several else (kinds,)
 
 

@@ -27,6 +27,9 @@ from .region import Region
 
 log = logging.getLogger("jax_cudnn")
 Site = Profile | CudaDevice
+NO_BACKWARD = (
+    "cuDNN has no backward of attention in float32; cast queries, keys and values to bfloat16"
+)
 FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. Please report this"
 
 
@@ -71,6 +74,8 @@ def _decide(region: Region, where: Site) -> None:
         region.outcome = f"{type(error).__name__}: {error}"
         return
     region.outcome = refusal(fused, where)
+    if region.outcome and region.backward is not None and region.what.startswith("float32"):
+        region.outcome = NO_BACKWARD
     region.gain = "" if region.outcome else _gain(fused, where)
     if region.backward is None:
         region.emit = _either(region.original, region.emit, fused, where)

@@ -12,12 +12,15 @@ from .._core import compat
 from .._core.graph.source import users_place
 from .._core.plans.collect import in_jaxpr
 from .._core.plans.table import aligned
+from .choice import NO_BACKWARD
 from .program import Missed, Program
 from .region import Region
 from .values import Equation
 
 _FIELDS = ("kind", "what", "at", "runs_on", "gain", "why")
 _ALONE = {"products": "dot_general", "convolutions": "conv_general_dilated"}
+_CALL = "jax.grad(jc.accelerate(loss))"
+FIX = f"put accelerate around the function that is differentiated, {_CALL}"
 _HEADER = ("kind", "what", "at", "times", "runs on", "gain", "why")
 
 
@@ -53,13 +56,10 @@ class Found:
         lines = [f"{self.data['function']}{where}: {len(regions)} found{': ' * bool(on)}{counts}"]
         lines += aligned([_HEADER, *rows], len(_HEADER)) if rows else []
         lines += [f"nearly, at {m['at']}: {m['why']}" for m in missed]
-        if any(r["kind"] == "attention" and r["what"].startswith("float32") for r in regions):
-            lines.append(
-                "cuDNN has no backward of attention in float32: where it is differentiated, XLA "
-                "runs it; cast queries, keys and values to bfloat16"
-            )
-        if self.data["graphs"]:
-            lines.append(f"written with jax_cudnn already: {self.data['graphs']} graphs")
+        if any(r["what"].startswith("float32 q") and r["runs_on"] != "XLA" for r in regions):
+            lines.append(f"where it is differentiated, XLA runs it: {NO_BACKWARD}")
+        if count := self.data["graphs"]:
+            lines.append(f"written with jax_cudnn already: {count} graph{'s' * (count > 1)}")
         left = [(n, what) for what, n in self.data["alone"].items() if n]
         alone = [f"{n} {what if n > 1 else what[:-1]}" for n, what in left]
         if alone:
@@ -87,10 +87,18 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
     for equation, often in times.items():
         counts[equation.name] += often * (equation not in inside)
     alone = {what: counts[name] for what, name in _ALONE.items()}
+    left = (e for e in times if e not in inside and e.name in _ALONE.values())
+    hint = next(filter(_is_differentiated, left), None)
+    if hint is not None and not any(_CALL in why for _, why in nearly):
+        nearly[_at(hint), f"the function differentiates itself: {FIX}"] = 1
     missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
     graphs = sum(1 for _ in in_jaxpr(program.jaxpr))
     data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
     return Found({**data, "graphs": graphs})
+
+
+def _is_differentiated(equation: Equation) -> bool:
+    return any(compat.is_differentiated(x.eqn) for x in (equation, *equation.calls))
 
 
 def _at(equation: Equation) -> str:

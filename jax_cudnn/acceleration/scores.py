@@ -89,6 +89,8 @@ def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -
         name, out = equation.name, equation.outs[0]
         if name in (*LAYOUT, *VARYING) or (equation.casts and _is_float(out)):
             env[out] = env[equation.ins[0]]
+            if equation.casts and env[out].dtype == bool:
+                env[out] = env[out].astype("float32")
         else:
             given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
             env[out] = equation.eqn.primitive.bind(*given, **equation.params)

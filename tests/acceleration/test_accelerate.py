@@ -619,6 +619,13 @@ def test_the_report_counts_graphs_that_are_there_already_and_warns_of_float32():
     assert "cast queries, keys and values to bfloat16" in str(wide)
 
 
+def test_the_report_says_where_to_put_the_line():
+    loss = lambda x, w: (jax.nn.relu(x @ w) ** 2).sum()  # noqa: E731
+    args = half((64, 64), (64, 64))
+    assert "jax.grad(jc.accelerate(loss))" in str(jc.accelerate(jax.grad(loss)).report(*args))
+    assert "jax.grad" not in str(jc.accelerate(loss).report(*args))
+
+
 @pytest.mark.deviceless
 def test_layers_of_one_line_differ_in_their_numbers_and_masks():
     x, w, bias = half((4096, 1024), (1024, 1024), (1024,))

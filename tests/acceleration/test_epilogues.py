@@ -119,6 +119,48 @@ def test_an_activation_in_half_precision():
             assert region.what.endswith(name)
 
 
+GUARDED = {
+    "an epsilon": lambda y: jnp.log(nn.relu(y) + 1e-6),
+    "a small number": lambda y: 1 / (nn.relu(y) + 1e-2),
+    "another slope": lambda y: nn.sigmoid(y) * y + 1e-4 * y,
+    "another alpha": lambda y: nn.elu(y, 1.01),
+    "a least value": lambda y: jnp.sqrt(jnp.maximum(nn.relu(y), 1e-6)),
+    "a small threshold": lambda y: jnp.where(y > 1e-4, y, 0),
+    "a test for NaN": lambda y: jnp.where(jnp.isnan(y), 0, nn.relu(y)),
+    "a test for infinity": lambda y: jnp.where(jnp.isfinite(y), nn.gelu(y), 0),
+    "NaN replaced": lambda y: jnp.nan_to_num(nn.relu(y)),
+    "straight through": lambda y: y + jax.lax.stop_gradient(nn.relu(y) - y),
+    "no derivative": lambda y: jax.lax.stop_gradient(nn.relu(y)),
+    "half of one": lambda y: y * jax.lax.stop_gradient(nn.sigmoid(y)),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_nearly_an_activation_is_none(name, dtype):
+    x, w, b = (a.astype(dtype) for a in (3 * X, W, BIAS))
+    x = x.at[0, 0, 0].set(jnp.nan) if "NaN" in name else x.at[0, 0, 0].set(jnp.inf)
+    x = x if "for" in name or "NaN" in name else x.at[0, 0].set(0)
+    fn, bits = lambda x, w, b: GUARDED[name](x @ w + b), jnp.finfo(dtype).eps
+    both = [
+        jax.jit(lambda *a, f=f: (f(*a), jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))(*a)))
+        for f in (fn, replaced(fn))
+    ]
+    for want, got in zip(*(jax.tree.leaves(f(x, w, b)) for f in both), strict=True):
+        want, got = (np.asarray(v, "float32") for v in (want, got))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        scale = np.abs(want[np.isfinite(want)]).max(initial=0)
+        np.testing.assert_allclose(got, want, 8 * bits, 8 * bits * scale)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_relu_as_a_product_with_a_comparison(right, caplog):
+    fn = lambda x, w, b: (lambda y: y * (y > 0 if right else y >= 0))(x @ w + b)  # noqa: E731
+    (region,) = search(jax.make_jaxpr(fn)(X, W, BIAS), KINDS)[0].found
+    assert region.what.endswith("relu" if right else "bias")  # the derivative at 0 is 0, or 1
+    assert not caplog.records
+
+
 # -- normalizations --------------------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ MUTATIONS = {
     "a derivative may have jumps": ("acceleration/sampled.py", "if equation.name not in _JUMPS or", "if True or"),
     "a derivative need not be linear": ("acceleration/sampled.py", "for scale in _SCALES:", "for scale in ():"),
     "any bias has the gradient": ("acceleration/derivative.py", "and _holds(walk.roots.get(leaf.key), side)", ""),
+    "an epsilon is a part of an activation": ("acceleration/activations.py", "got = None if any(map(_guards, equations)) else", "got = None if False else"),
     "layers with other numbers are one": ("acceleration/region.py", "return value.dtype, np.asarray(known).tobytes()", "return value.dtype, None"),
     "a chosen number is a mask": ("acceleration/masks.py", "if made is not None and value.dtype == bool:", "if made is not None:"),
     "recomputation loses its barriers": ("acceleration/program.py", "if params[\"differentiated\"]:", "if False:"),
