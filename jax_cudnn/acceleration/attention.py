@@ -82,16 +82,16 @@ def find(
 
 
 def _before_exponentials(program: Program) -> list[Equation]:
-    """The products from which a way leads to an exponential that passes no other product."""
-    leads: set[Value] = set()
-    found: list[Equation] = []
+    """The products that an exponential follows, with no other product between."""
+    leads, found = set[Value](), []
     for equation in reversed(program.equations):
         onwards = not leads.isdisjoint(equation.outs)
         if equation.name == "dot_general":
-            found += [equation] * onwards
+            if onwards:
+                found.append(equation)
         elif onwards or equation.name == "exp":
             leads |= {*equation.ins}
-    return found[::-1]
+    return [*reversed(found)]
 
 
 def _region(program: Program, follower: Follower) -> Region:

@@ -51,7 +51,7 @@ def decide(program: Program, where: Site) -> None:
             key = region.signature(users_place(compat.user_frames(region.first.written)))
             try:
                 same = decided.setdefault(key, region)
-            except TypeError:  # a parameter is not hashable
+            except TypeError:  # a key that is not hashable equals no other
                 same = region
             if same is region:
                 _decide(region, where)
@@ -98,6 +98,7 @@ def _either(
 ) -> Callable[..., Any]:
     """The fused function, of which ``jaxpr`` is one device's, with the derivative of the original
     equations where cuDNN does not run forward and backward."""
+    refused: dict[Hashable, bool] = {}  # for equal layers
 
     @jax.custom_jvp
     def accelerated(*operands: Any) -> Any:
@@ -106,16 +107,17 @@ def _either(
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-
-        given = [primals[i] for i in moving]
-        avals = _of_one_device(map(jax.typeof, primals))
         fused = accelerated.fun
-        function = original if refusal(_pair(fused, avals, moving), where) else fused
-        return jax.jvp(_of(function, primals, moving), given, [tangents[i] for i in moving])
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        avals = _of_one_device(map(jax.typeof, primals))
+        key = *moving, *avals
+        if key not in refused:
+            refused[key] = bool(refusal(_pair(fused, avals, moving), where))
+        function = _of(original if refused[key] else fused, primals, moving)
+        return jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
 
     accelerated.defjvp(rule, symbolic_zeros=True)
-    return jax.jit(accelerated, inline=True)  # traced once for equal layers
+    return accelerated
 
 
 def _of_one_device(avals: Iterable[Any]) -> list[Any]:

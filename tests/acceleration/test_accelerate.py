@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import functools
+import gc
 import pickle
 import re
+import weakref
 from collections import Counter
 
 import jax
@@ -617,6 +619,24 @@ def test_the_report_counts_graphs_that_are_there_already_and_warns_of_float32():
     assert "written with jax_cudnn already: 2 graphs" in str(report)
     wide = jc.accelerate(attend).report(*arrays(*[SHAPE] * 3), gpu="H200")
     assert "cast queries, keys and values to bfloat16" in str(wide)
+
+
+@pytest.mark.deviceless
+def test_arrays_that_a_function_closes_over_are_freed():
+    def run():
+        w = jnp.full((1024, 1024), 0.01, "bfloat16")
+
+        def loss(x):
+            x, _ = jax.lax.scan(lambda x, _: (jax.nn.gelu(x @ w + 1), None), x, length=2)
+            return jax.nn.gelu(x @ w + 1).astype("float32").sum()
+
+        jax.make_jaxpr(jax.grad(jc.accelerate(loss)))(jnp.ones((256, 1024), "bfloat16"))
+        return weakref.ref(w)
+
+    with jc.target("H200"):
+        kept = run()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_report_says_where_to_put_the_line():

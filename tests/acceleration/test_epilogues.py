@@ -10,6 +10,7 @@ from acceleration.test_program import arrays, replaced
 from jax import nn
 
 import jax_cudnn as jc
+from jax_cudnn.acceleration.activations import _KINKED
 from jax_cudnn.acceleration.api import KINDS, search
 
 
@@ -24,7 +25,7 @@ def exact_gelu_by_hand(x):
 ACTIVATIONS = {
     "relu": [nn.relu, lambda y: jnp.where(y > 0, y, 0)],
     "relu6": [nn.relu6],
-    "leaky_relu": [nn.leaky_relu, lambda y: jnp.where(y >= 0, y, 0.01 * y)],
+    "leaky_relu": [lambda y: jnp.where(y > 0, y, 0.01 * y)],
     "gelu": [nn.gelu, gelu_by_hand],
     "gelu_exact": [functools.partial(nn.gelu, approximate=False), exact_gelu_by_hand],
     "silu": [nn.silu, lambda y: y * nn.sigmoid(y), lambda y: y / (1 + jnp.exp(-y))],
@@ -151,6 +152,25 @@ def test_what_is_nearly_an_activation_is_none(name, dtype):
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
         scale = np.abs(want[np.isfinite(want)]).max(initial=0)
         np.testing.assert_allclose(got, want, 8 * bits, 8 * bits * scale)
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6", "leaky_relu"])
+def test_derivatives_at_the_kinks(name):
+    one = jnp.ones((1, 1))
+    run = lambda x: jc.ops.matmul(x[None, None], one, activation=name)[0, 0]  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(jax.grad(run))(jnp.array([0.0, 6.0])), _KINKED[name])
+    named, x = getattr(nn, name), jnp.zeros((2, 8))
+    fn = lambda x, w, b: named(x @ w + b).sum()  # noqa: E731
+    for w, b in ((W, 0 * BIAS), (0 * W, 6 + 0 * BIAS)):
+        want, got = (jax.grad(f, 2)(x, w, b) for f in (fn, replaced(fn)))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_where_cudnn_has_no_backward_the_derivative_is_the_users():
+    fn = lambda x, w, b: nn.relu(x @ w + b)  # noqa: E731
+    (region,) = search(jax.make_jaxpr(fn)(X, W, BIAS), KINDS)[0].found
+    ones = jax.grad(lambda *a: region.original(*a).sum(), 2)(0 * X, W, 0 * BIAS)
+    np.testing.assert_array_equal(ones, 0 * BIAS)
 
 
 @pytest.mark.parametrize("right", [True, False])
