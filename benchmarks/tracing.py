@@ -55,10 +55,12 @@ def measure(case: Any) -> dict[str, float]:
             for name, make in sides.items():
                 gc.collect()
                 gc.disable()
-                begin = time.perf_counter()
-                jax.jit(make()).trace(state, inputs)
-                times[name].append(1e3 * (time.perf_counter() - begin))
-                gc.enable()
+                try:
+                    begin = time.perf_counter()
+                    jax.jit(make()).trace(state, inputs)
+                    times[name].append(1e3 * (time.perf_counter() - begin))
+                finally:
+                    gc.enable()
         peaks = [_peak(make(), state, inputs) for make in sides.values()]
     found = {f"{name}_ms": statistics.median(ms[1:]) for name, ms in times.items()}
     found["more_memory_mb"] = (max(peaks[1::2]) - max(peaks[::2])) / 1e6

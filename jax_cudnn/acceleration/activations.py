@@ -56,7 +56,7 @@ def _recognised(value: Value, equations: list[Equation]) -> str | None:
     if not finite[np.abs(_GRID) <= 60].all():
         return None
     x, got = _GRID[finite], got[finite]
-    own = any(map(_is_own, equations))
+    own = all(e.casts or _is_own(e) for e in equations)
     for name, values in _activations(str(value.dtype)):
         y = values[finite]
         allowed = _RELATIVE * np.abs(y) + _ROUNDING * (1 + np.abs(x))

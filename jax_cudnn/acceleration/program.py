@@ -262,8 +262,6 @@ def _inner(equation: Equation, inside: bool) -> dict[tuple[str, int | None], Pro
     params, ins = equation.params, equation.ins
 
     def of(key: str, outside: Sequence[Value | None], index: int | None = None) -> None:
-        eqns = (equation.eqn, *(call.eqn for call in equation.calls))
-        differentiated = inside or any(map(compat.is_differentiated, eqns))
         jaxpr = params[key] if index is None else params[key][index]
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         same = [
@@ -271,6 +269,7 @@ def _inner(equation: Equation, inside: bool) -> dict[tuple[str, int | None], Pro
             for v, x in zip(outside, inner.invars, strict=True)
         ]
         consts = getattr(jaxpr, "consts", ())
+        differentiated = inside or equation.is_differentiated
         found[key, index] = Program(inner, consts, same, differentiated)
 
     found: dict[tuple[str, int | None], Program] = {}

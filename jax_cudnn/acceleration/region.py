@@ -106,8 +106,7 @@ class Region:
     @property
     def is_differentiated(self) -> bool:
         """Whether its derivative is a part of the same program."""
-        eqns = (x.eqn for e in self.equations for x in (e, *e.calls))
-        return any(map(compat.is_differentiated, eqns))
+        return any(e.is_differentiated for e in self.equations)
 
     @property
     def rounds(self) -> bool:

@@ -88,17 +88,13 @@ def found(name: str, gpu: str, program: Program, missed: Missed, decided: bool) 
         counts[equation.name] += often * (equation not in inside)
     alone = {what: counts[name] for what, name in _ALONE.items()}
     left = (e for e in times if e not in inside and e.name in _ALONE.values())
-    hint = next(filter(_is_differentiated, left), None)
+    hint = next((e for e in left if e.is_differentiated), None)
     if hint is not None and not any(_CALL in why for _, why in nearly):
         nearly[_at(hint), f"the function differentiates itself: {FIX}"] = 1
     missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
     graphs = sum(1 for _ in in_jaxpr(program.jaxpr))
     data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
     return Found({**data, "graphs": graphs})
-
-
-def _is_differentiated(equation: Equation) -> bool:
-    return any(compat.is_differentiated(x.eqn) for x in (equation, *equation.calls))
 
 
 def _at(equation: Equation) -> str:

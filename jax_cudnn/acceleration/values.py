@@ -153,6 +153,11 @@ class Equation:
         floats = [v.dtype for v in (*self.ins, *self.outs) if jnp.issubdtype(v.dtype, jnp.floating)]
         return self.name in CASTS and all(dtype.itemsize > 1 for dtype in floats)
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether JAX's automatic differentiation made it, or a call around it."""
+        return any(compat.is_differentiated(x.eqn) for x in (self, *self.calls))
+
     def __repr__(self) -> str:
         return f"<{self.name} at {self.at}>"
 

@@ -160,10 +160,11 @@ def test_derivatives_at_the_kinks(name):
     run = lambda x: jc.ops.matmul(x[None, None], one, activation=name)[0, 0]  # noqa: E731
     np.testing.assert_allclose(jax.vmap(jax.grad(run))(jnp.array([0.0, 6.0])), _KINKED[name])
     named, x = getattr(nn, name), jnp.zeros((2, 8))
-    fn = lambda x, w, b: named(x @ w + b).sum()  # noqa: E731
-    for w, b in ((W, 0 * BIAS), (0 * W, 6 + 0 * BIAS)):
-        want, got = (jax.grad(f, 2)(x, w, b) for f in (fn, replaced(fn)))
-        np.testing.assert_array_equal(got, want)
+    for after in (lambda y: y, lambda y: jnp.maximum(y, 0)):
+        fn = lambda x, w, b, after=after: after(named(x @ w + b)).sum()  # noqa: E731
+        for w, b in ((W, 0 * BIAS), (0 * W, 6 + 0 * BIAS)):
+            want, got = (jax.grad(f, 2)(x, w, b) for f in (fn, replaced(fn)))
+            np.testing.assert_array_equal(got, want)
 
 
 def test_where_cudnn_has_no_backward_the_derivative_is_the_users():
