@@ -114,7 +114,7 @@ def accelerated_step(
 def cases(tiny: bool = False) -> list[FlaxCase]:
     """Models at the sizes that people train; or the same models of few layers and features."""
     if tiny:
-        attending = {"width": 32, "depth": 1, "heads": 2}
+        attending = {"width": 32, "depth": 1, "heads": 4}
         return [
             _resnet("resnet/tiny", 4, 32, 10, {"blocks": (1, 1), "width": 8}),
             _vit("vit/tiny", 4, 16, 10, {"patch": 4, **attending}),

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from jax_cudnn.commands import timing
 from jax_cudnn.flax import accelerate, report
 
 from ..case import LIMIT
+from ..collectives import collectives
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
 from . import gradients
 from .cases import Batch, FlaxCase, accelerated_step, step
@@ -84,21 +85,30 @@ def base(case: FlaxCase) -> Entry:
     }
 
 
-def measure(case: FlaxCase, effort: Effort, profiled: bool = False) -> Entry:
+def measure(
+    case: FlaxCase,
+    effort: Effort,
+    profiled: bool = False,
+    sides: Sequence[str] = (),
+    shardings: Callable[[Any], Any] = lambda arrays: None,
+) -> Entry:
     """The entry of a model: of each side ms a step, images or tokens a second, the share of the
     chip's peak, memory, losses; and which layers were swapped.
 
     Where the losses or gradients of ours are not those of plain Flax the case is wrong.
+    ``shardings`` says where arrays are, of the model's state and of a batch.
     """
     began = time.perf_counter()
     plain = nnx.jit(lambda: case.make(PLAIN))()
-    initial = nnx.state(plain)
+    initial = jax.device_put(nnx.state(plain), shardings(nnx.state(plain)))
     entry: Entry = {
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(plain, nnx.Param))),
         "flops": case.flops(plain),
     }
-    batch = jax.block_until_ready(jax.jit(case.batch)(jax.random.key(1)))
-    ready, not_run = _ready(case, initial, batch)
+    key = jax.random.key(1)
+    placed = shardings(jax.eval_shape(case.batch, key))
+    batch = jax.block_until_ready(jax.jit(case.batch, out_shardings=placed)(key))
+    ready, not_run = _ready(case, sides or case.sides, initial, batch)
     if OURS in ready:
         report = ready[OURS].report
         kept = Counter(f"{layer.name}: {layer.why}" for layer in report.kept)
@@ -136,11 +146,11 @@ def measure(case: FlaxCase, effort: Effort, profiled: bool = False) -> Entry:
 
 
 def _ready(
-    case: FlaxCase, initial: nnx.State, batch: Batch
+    case: FlaxCase, sides: Sequence[str], initial: nnx.State, batch: Batch
 ) -> tuple[dict[str, Training], dict[str, str]]:
     """Each side with a step that is compiled for it; and why some have none."""
     made, lowered, not_run, ready = {}, {}, {}, {}
-    for side in case.sides:
+    for side in sides:
         try:
             made[side] = _made(case, side, initial, batch)
             program = accelerated_step if side == STEP else step
@@ -148,9 +158,9 @@ def _ready(
         except Exception as error:
             not_run[side] = told(error)
     # After all is lowered: our choice is measured on a free device, which XLA's compiler is not.
-    with ThreadPoolExecutor(max_workers=len(case.sides)) as pool:
+    with ThreadPoolExecutor(max_workers=len(sides)) as pool:
         compiling = {side: pool.submit(lowered[side].compile) for side in lowered}
-    for side in case.sides:
+    for side in sides:
         if side in compiling:
             try:
                 made[side].program = compiling[side].result()
@@ -213,7 +223,10 @@ def _told(training: Training) -> Entry:
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     calls = training.text.count('custom_call_target="jax_cudnn"')  # that run our plans
-    return {"memory_gb": short(held / 1e9), "custom_calls": calls}
+    moved = collectives(training.text)
+    return {"memory_gb": short(held / 1e9), "custom_calls": calls} | (
+        {"collectives": moved} if moved else {}
+    )
 
 
 def _issued(training: Training) -> float:

@@ -13,6 +13,7 @@ import jax
 
 _STEPS, _SHOWN = 3, 30
 _LIBRARIES = {
+    "collectives": r"nccl",
     "attention": r"sdpa|fmha|flash|attention",
     "copies": r"memcpy|memset",
     "normalizations": r"norm|bn_[fb]w",
@@ -20,7 +21,7 @@ _LIBRARIES = {
     "products": r"gemm|nvjet|cutlass|cublas|splitk",
     "transposes": r"nchwtonhwc|nhwctonchw|transpose",
 }
-"""Kinds of kernels of cuDNN and cuBLAS, by words in their names; the first that fits."""
+"""Kinds of kernels of NCCL, cuDNN and cuBLAS, by words in their names; the first that fits."""
 _XLAS = {"XLA's products": r"gemm|dot", "XLA's transposes": r"transpose"}
 _INSTRUCTION = re.compile(
     r'^\s*(?:ROOT )?%?([\w.-]+) = (?:.*metadata=\{[^}]*?op_name="([^"]*)")?', re.MULTILINE
@@ -28,25 +29,28 @@ _INSTRUCTION = re.compile(
 
 
 def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
-    """Times in ms of one call: of all kernels, of each kind, and of the kernels that take longest.
+    """Times in ms of one call on one GPU: of all kernels, of each kind, and of the longest kernels.
     ``program`` is the call's text in HLO, which says of what of the model's a fusion is."""
     jax.block_until_ready(call())
     times: dict[str, list[float]] = defaultdict(list)
+    planes: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_STEPS):
                 last = call()
             jax.block_until_ready(last)
         for path in Path(folder).rglob("*.xplane.pb"):
-            for name, nanoseconds in _events(path):
+            for plane, name, nanoseconds in _events(path):
                 times[name].append(nanoseconds / 1e6)
+                planes.add(plane)
+    count = _STEPS * len(planes)
     known = {
         _kernel(name): operation.removeprefix("jit(step)/")[-120:]
         for name, operation in _INSTRUCTION.findall(program)
     }
     kinds: dict[str, float] = defaultdict(float)
     for name, each in times.items():
-        kinds[_kind(name, _kernel(name) in known)] += sum(each) / _STEPS
+        kinds[_kind(name, _kernel(name) in known)] += sum(each) / count
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:_SHOWN]
     return {
         "busy_ms": round(sum(kinds.values()), 3),
@@ -54,8 +58,8 @@ def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
         "kernels": [
             {
                 "kernel": name[:160],
-                "calls": round(len(each) / _STEPS, 2),
-                "ms": round(sum(each) / _STEPS, 4),
+                "calls": round(len(each) / count, 2),
+                "ms": round(sum(each) / count, 4),
                 "of": known.get(_kernel(name), ""),
             }
             for name, each in longest
@@ -63,8 +67,8 @@ def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
     }
 
 
-def _events(path: Path) -> Iterator[tuple[str, float]]:
-    """The kernels of a GPU's streams in a profile; on a CPU the operations of XLA's programs."""
+def _events(path: Path) -> Iterator[tuple[str, str, float]]:
+    """The kernels of each GPU's streams in a profile; on a CPU the operations of XLA's programs."""
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         on_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
@@ -72,7 +76,7 @@ def _events(path: Path) -> Iterator[tuple[str, float]]:
             if streams or (plane.name == "/host:CPU" and line.name.startswith("tf_XLA")):
                 for event in line.events:
                     if streams or any(name == "hlo_op" for name, _ in event.stats):
-                        yield event.name, event.duration_ns
+                        yield plane.name, event.name, event.duration_ns
 
 
 def _kernel(instruction: str) -> str:

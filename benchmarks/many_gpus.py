@@ -1,0 +1,198 @@
+"""Training steps of Flax's models on 1, 2 and 4 GPUs of one host.
+
+    python -m benchmarks.many_gpus --into benchmarks/results/many_gpus_h200.json
+
+Under data parallelism and FSDP each GPU has the model's batch; under tensor parallelism all have
+one batch, and each a part of the heads and features. Runs with other ``--only`` add their cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .collectives import KINDS
+from .flax.tables import CUDNN, OURS, PLAIN, WHOLE
+from .measure import TIMED, TINY, Effort, Entry
+from .tables import listed, table, where
+
+ALONE, DATA, FSDP, TENSOR, BOTH = (
+    "one GPU",
+    "data parallel",
+    "FSDP",
+    "tensor parallel",
+    "data x model",
+)
+_LAYOUTS = {
+    "resnet": (DATA,),
+    "vit": (DATA,),
+    "gpt2-124m/32x1024": (DATA, FSDP, TENSOR, BOTH),
+    "gpt-1.3b": (DATA, FSDP, TENSOR, BOTH),
+    "gpt2/tiny": (DATA, FSDP, TENSOR, BOTH),
+}
+"""Of the models of the Flax benchmark whose names begin so."""
+_SPLIT = {
+    r"(query|key|value)\.kernel": P(None, "model"),
+    r"(query|key|value|up)\.bias": P("model"),
+    r"(out|down)\.kernel|tokens\.embedding": P("model"),
+    r"up\.kernel": P(None, "model"),
+}
+"""The dimensions of parameters that tensor parallelism splits."""
+_EFFORT = Effort(seconds=2.0, calls=3, rounds=7)
+
+
+def cells(count: int, tiny: bool) -> Iterator[tuple[str, Any, str, dict[str, int]]]:
+    """Name, model, layout and mesh, for up to ``count`` GPUs."""
+    from .flax.cases import cases
+
+    for case in cases(tiny):
+        layouts = next((each for name, each in _LAYOUTS.items() if case.name.startswith(name)), ())
+        for layout in (ALONE, *layouts) if layouts else ():
+            for gpus in {ALONE: (1,), BOTH: (4,)}.get(layout, (2, 4)):
+                if gpus <= count:
+                    mesh = {"model" if layout == TENSOR else "data": gpus}
+                    mesh = {"data": 2, "model": 2} if layout == BOTH else mesh
+                    yield f"{case.name}, {layout}, {gpus}", case, layout, mesh
+
+
+def measure(case: Any, layout: str, sizes: dict[str, int], effort: Effort) -> Entry:
+    """What the Flax benchmark says of the model's step on a mesh, and how many GPUs it has."""
+    from .flax.measure import measure
+
+    batches, count = sizes.get("data", 1), sizes.get("data", 1) * sizes.get("model", 1)
+    mesh = jax.make_mesh(
+        (*sizes.values(),),
+        (*sizes,),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+    def batch(key: jax.Array) -> Any:
+        each = [case.batch(key) for key in jax.random.split(key, batches)]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
+
+    many = dataclasses.replace(case, batch=batch, items=case.items * batches)
+    sides = (CUDNN if case.attends else PLAIN, WHOLE, OURS)
+    found = measure(many, effort, True, sides, partial(_shardings, mesh, layout))
+    for side in found["sides"].values():
+        del side["mfu"], side["profile"]["kernels"]
+    return {"unit": case.unit, "items": many.items, "gpus": count} | found
+
+
+def _shardings(mesh: Mesh, layout: str, arrays: Any) -> Any:
+    """Of a batch (a tuple), or of a model's state."""
+
+    def spec(path: Any, x: Any) -> P:
+        if isinstance(arrays, tuple):
+            return P("data") if "data" in mesh.shape else P()
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if layout == FSDP and x.ndim:
+            size, axis = max((size, -axis) for axis, size in enumerate(x.shape))
+            return P(*[None] * -axis, "data") if size % mesh.size == 0 else P()
+        if "model" in mesh.shape:
+            return next((own for text, own in _SPLIT.items() if re.search(text, name)), P())
+        return P()
+
+    return jax.tree.map_with_path(lambda path, x: NamedSharding(mesh, spec(path, x)), arrays)
+
+
+def efficiency(result: dict[str, Any], name: str, side: str) -> float | None:
+    """Items a second of each GPU as a part of those of one GPU alone."""
+    entry, found = result["cells"][name], result["cells"][name]["sides"].get(side)
+    alone = result["cells"].get(f"{name.split(', ')[0]}, {ALONE}, 1", {}).get("sides", {}).get(side)
+    return found["per_s"] / entry["gpus"] / alone["per_s"] if found and alone else None
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of docs/many_gpus.md."""
+    head = ["model", "layout", "GPUs", "by hand, ms", "`jc.accelerate`", "`jnn.accelerate`"]
+    head += ["scaling efficiency", "collectives", "ms of collectives", "memory of a GPU, GB"]
+    rows, notes = [], []
+    for name, entry in result["cells"].items():
+        found = entry["sides"]
+        sides = [CUDNN if CUDNN in found or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
+        spent = [found.get(s, {}).get("profile", {}).get("kinds_ms", {}) for s in sides]
+        moved = found.get(WHOLE, {}).get("collectives", {})
+        parts = [efficiency(result, name, side) for side in sides]
+        rows.append([
+            *name.split(", "),
+            *(f"{found[s]['ms']['median']:.1f}" if s in found else "-" for s in sides),
+            _all(f"{part:.2f}" if part else None for part in parts) if entry["gpus"] > 1 else "",
+            ", ".join(f"{n} {KINDS[kind]}" for kind, (n, _) in moved.items()),
+            _all(f"{s['collectives']:.1f}" if "collectives" in s else None for s in spent),
+            _all(f"{found[s]['memory_gb']:.3g}" if s in found else None for s in sides),
+        ])  # fmt: skip
+        notes += [f"{name}, {side} did not run: {why}" for side, why in entry["not_run"].items()]
+        if entry["status"] != TIMED:
+            notes.append(f"{name}, {entry['status']}: {entry['reason']}")
+    text = f"{where(result, 'flax')}.\n\n{table(head, rows)}"
+    return text + (f"\n\n{listed(notes)}" if notes else "")
+
+
+def _all(values: Iterator[str | None]) -> str:
+    shown = [value or "-" for value in values]
+    return " / ".join(shown) if {*shown} != {"-"} else ""
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Scaling efficiencies of all cells as an SVG."""
+    from .plot import drawing
+
+    names = [name for name, entry in result["cells"].items() if entry["gpus"] > 1]
+    with drawing(path, (8, 1.0 + 0.36 * len(names))) as axes:
+        for at, (side, color) in enumerate(
+            ((CUDNN, "#b0b0b0"), (PLAIN, "#b0b0b0"), (WHOLE, "#76b900"), (OURS, "#3a5f00"))
+        ):
+            found = [(row, efficiency(result, name, side)) for row, name in enumerate(names)]
+            shown = [(row + 0.26 * (max(at, 1) - 2), value) for row, value in found if value]
+            label = "" if side == PLAIN and not shown else side
+            if shown:
+                axes.barh(*zip(*shown, strict=True), height=0.24, color=color, label=label)
+        axes.axvline(1, color="black", lw=0.8)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlabel("items a second of each GPU / those of one GPU alone (1: perfect scaling)")
+        axes.legend(loc="lower left", fontsize=7)
+        e = result["environment"]
+        axes.set_title(f"{e['device']}, {e['date']}, jax {e['jax']}", fontsize=8)
+
+
+def main() -> None:
+    from .measure import environment, tried
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--into", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cells with this in their name")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    options = parser.parse_args()
+    found = json.loads(options.into.read_text()) if options.into.exists() else {"cells": {}}
+    about, effort = environment("flax"), TINY if options.tiny else _EFFORT
+    if found.setdefault("environment", about) | {"date": ""} != about | {"date": ""}:
+        raise SystemExit(f"{options.into} is of other GPUs or versions: {found['environment']}")
+    for name, *cell in cells(jax.device_count(), options.tiny):
+        if re.search(options.only, name):
+            began = time.perf_counter()
+            entry = tried(measure, *cell, effort)
+            entry["seconds"] = round(time.perf_counter() - began, 1)
+            found["cells"][name] = entry
+            ms = {side: each["ms"]["median"] for side, each in entry.get("sides", {}).items()}
+            print(f"{name}: {entry['status']}, {entry['seconds']} s, ms {ms}", flush=True)
+            for side, why in {"": entry.get("reason"), **entry.get("not_run", {})}.items():
+                print(f"  {side}: {why[:300]}" if why else "", end="\n" if why else "", flush=True)
+            options.into.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

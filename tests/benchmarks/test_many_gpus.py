@@ -1,0 +1,40 @@
+"""Steps on a mesh are measured end to end on four CPU devices, and shown."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import many_gpus
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
+    path = tmp_path / "many.json"
+    command = [sys.executable, "-m", "benchmarks.many_gpus", "--tiny", "--into", str(path)]
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    for only in ("gpt2.*one GPU", "gpt2.*(FSDP|data x model), 4"):  # the second adds its cells
+        every = [*command, "--only", only]
+        subprocess.run(every, cwd=ROOT, env={**os.environ, **flags}, check=True)
+    result = json.loads(path.read_text())
+    gpus = {name: entry["gpus"] for name, entry in result["cells"].items()}
+    assert gpus == {
+        "gpt2/tiny, one GPU, 1": 1,
+        "gpt2/tiny, FSDP, 4": 4,
+        "gpt2/tiny, data x model, 4": 4,
+    }
+    for name, entry in result["cells"].items():
+        assert entry["status"] == "timed", entry
+        for side in (many_gpus.WHOLE, many_gpus.OURS):
+            moved = entry["sides"][side].get("collectives", {})
+            assert ("all-reduce" in moved) == (entry["gpus"] > 1)
+            assert many_gpus.efficiency(result, name, side) > 0
+    assert (
+        "all-gather"
+        in result["cells"]["gpt2/tiny, FSDP, 4"]["sides"][many_gpus.OURS]["collectives"]
+    )
+    assert "| gpt2/tiny | data x model | 4 | - | " in many_gpus.render(result)
+    many_gpus.plot(result, tmp_path / "many.svg")
+    assert "data x model, 4</text>" in (tmp_path / "many.svg").read_text()
