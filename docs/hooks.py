@@ -74,7 +74,8 @@ def reference() -> dict[str, str]:
 def _path(module: str, name: str, home: str) -> str:
     """What griffe finds by the name; of a module of the same name it would show that."""
     full = f"jax_cudnn.{module}".rstrip(".")
-    shadowed = ROOT.joinpath(*full.split("."), f"{name}.py").exists()
+    folder = ROOT.joinpath(*full.split("."))
+    shadowed = (folder / f"{name}.py").exists() or (folder / name).is_dir()
     return f"{full}.{home}" if shadowed else f"{full}.{name}"
 
 

@@ -38,13 +38,13 @@ def test_python_without_docstrings_imports_it():
 
 
 def test_public_names_alone_are_shown():
-    import jax_cudnn.ops.attention  # importable, but not an attribute
+    import jax_cudnn.ops.attention
 
     assert jc.__version__[0].isdigit()
     assert {"ops", "flax", "plan", "graph"} <= {*dir(jc)}
     assert not {"TYPE_CHECKING", "_core"} & {*dir(jc)}
     with pytest.raises(AttributeError, match="did you mean dot_product_attention"):
-        _ = jax_cudnn.ops.attention
+        _ = jax_cudnn.ops.attention.nodes
     with pytest.raises(AttributeError, match=r"did you mean jax_cudnn.flax.report\?"):
         _ = jc.report
     assert repr(jc.target("H200")) == "<jax_cudnn context: H200>"

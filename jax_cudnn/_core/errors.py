@@ -150,6 +150,6 @@ def nearest(given: Any, names: Iterable[str], otherwise: str | None = None) -> s
     """What to do about an unknown name: "did you mean 'gelu'?", or ``otherwise``."""
     known = {name.lower(): name for name in names}
     part = given.lower() if isinstance(given, str) else ""
-    near = [name for name in known if part and name.startswith(part)][:2]
+    near = [name for name in known if part and name.startswith(part)][:3]
     near = near or difflib.get_close_matches(part, known, n=2)
     return f"did you mean {' or '.join(repr(known[n]) for n in near)}?" if near else otherwise

@@ -38,14 +38,7 @@ from .store import cache
 from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
 from .user_context import WAYS
-from .ways import (
-    first_ways,
-    other_engines,
-    segments_of,
-    strict_reference,
-    title_of,
-    uses_cudnn,
-)
+from .ways import first_ways, other_engines, segments_of, strict_reference, title_of, uses_cudnn
 
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")

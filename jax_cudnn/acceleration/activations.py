@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops.score_mod import unwatched
+from ..ops.attention.score_mod.value import unwatched
 from .known import elementwise
 from .scores import computed, constant, number
 from .values import CASTS, CUSTOM, Equation, Value

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops.score_mod import unwatched
+from ..ops.attention.score_mod.value import unwatched
 from .values import ELEMENTWISE, VARYING, Equation, Value, same_order
 
 Block = tuple[tuple[int, int], ...]

@@ -15,7 +15,7 @@ from opt_einsum.parser import parse_einsum_input
 from .. import ops
 from ..ops.arguments import chosen, promoted
 from ..ops.epilogue import Activation, Terms, activation_name
-from ..ops.fused_matmul import MATMUL, product
+from ..ops.matmul.functions import MATMUL, product
 from .layer import Layer, finished, unknown
 from .operands import Operands
 

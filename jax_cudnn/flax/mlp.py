@@ -10,8 +10,8 @@ from flax import nnx
 from .._core.graph.trace import GraphFunction
 from ..ops import epilogue
 from ..ops.arguments import chosen
-from ..ops.contraction import contracted
 from ..ops.epilogue import Activation
+from ..ops.matmul.nodes import contracted
 from .layer import finished
 from .linear import Linear, of_rows
 

@@ -15,10 +15,10 @@ from .._core.errors import GraphError
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.vocabulary import vocabulary
-from ..ops.attention import Sdpa
-from ..ops.attention_base import LENGTHS
-from ..ops.attention_packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
-from ..ops.attention_paged import PagedSdpa
+from ..ops.attention.base import LENGTHS
+from ..ops.attention.nodes import Sdpa
+from ..ops.attention.packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
+from ..ops.attention.paged import PagedSdpa
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
 """The frontend's names of page tables, and the ports' names."""

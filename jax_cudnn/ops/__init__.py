@@ -1,53 +1,36 @@
-"""The operations: functions in JAX's conventions, and graph nodes in one file per cuDNN family."""
+"""The operations: functions in JAX's conventions, and graph nodes, a folder a family."""
 
 from types import ModuleType as _ModuleType
 
-from . import activation as activation
-from . import activation_backward as activation_backward
-from . import attention as attention
-from . import attention_fp8 as attention_fp8
-from . import attention_mxfp8 as attention_mxfp8
-from . import batch_normalization as batch_normalization
-from . import convolution as convolution
-from . import convolution_backward as convolution_backward
-from . import elementary as elementary
-from . import instance_normalization as instance_normalization
-from . import logical as logical
-from . import masks as masks
-from . import matrix as matrix
 from . import movement as movement
-from . import normalization as normalization
 from . import pointwise as pointwise
 from . import pooling as pooling
 from . import reduction as reduction
 from . import score_mods as score_mods
 from . import slicing as slicing
-from . import statistics as statistics
-from .attention_hook import attention_fn as attention_fn
+from .attention.flax_hook import attention_fn as attention_fn
+from .attention.fp8_functions import dot_product_attention_fp8 as dot_product_attention_fp8
+from .attention.functions import dot_product_attention as dot_product_attention
+from .attention.packed_functions import dot_product_attention_qkv as dot_product_attention_qkv
+from .attention.packed_functions import packed_dot_product_attention as packed_dot_product_attention
+from .attention.paged_functions import paged_dot_product_attention as paged_dot_product_attention
+from .attention.paged_functions import write_pages as write_pages
 from .bucketing import bucket as bucket
 from .bucketing import pad_to_bucket as pad_to_bucket
-from .fused_attention import dot_product_attention as dot_product_attention
-from .fused_attention_fp8 import dot_product_attention_fp8 as dot_product_attention_fp8
-from .fused_conv import conv as conv
-from .fused_conv import conv_transpose as conv_transpose
-from .fused_matmul import matmul as matmul
-from .fused_norm import batch_norm as batch_norm
-from .fused_norm import conv_batch_norm as conv_batch_norm
-from .fused_packed_attention import (
-    packed_dot_product_attention as packed_dot_product_attention,
-)
-from .fused_paged_attention import paged_dot_product_attention as paged_dot_product_attention
-from .fused_paged_attention import write_pages as write_pages
-from .fused_qkv_attention import dot_product_attention_qkv as dot_product_attention_qkv
+from .convolution.functions import conv as conv
+from .convolution.functions import conv_transpose as conv_transpose
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
+from .matmul.functions import matmul as matmul
 from .mxfp8 import dequantize_mxfp8 as dequantize_mxfp8
 from .mxfp8 import quantize_mxfp8 as quantize_mxfp8
-from .norms import ada_layer_norm as ada_layer_norm
-from .norms import layer_norm as layer_norm
-from .norms import rms_norm as rms_norm
-from .norms_of_channels import group_norm as group_norm
-from .norms_of_channels import instance_norm as instance_norm
+from .normalization.batch_functions import batch_norm as batch_norm
+from .normalization.batch_functions import conv_batch_norm as conv_batch_norm
+from .normalization.channel_functions import group_norm as group_norm
+from .normalization.channel_functions import instance_norm as instance_norm
+from .normalization.row_functions import ada_layer_norm as ada_layer_norm
+from .normalization.row_functions import layer_norm as layer_norm
+from .normalization.row_functions import rms_norm as rms_norm
 from .scaling import DelayedScaling as DelayedScaling
 
 __all__ = [
@@ -83,9 +66,6 @@ _FUNCTIONS = {
     "attention": "dot_product_attention",
     "convolution": "conv",
     "normalization": "layer_norm, rms_norm, group_norm or batch_norm",
-    "batch_normalization": "batch_norm",
-    "instance_normalization": "instance_norm",
-    "attention_fp8": "dot_product_attention_fp8",
 }
 
 

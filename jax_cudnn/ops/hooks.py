@@ -14,9 +14,9 @@ from jax import lax
 
 from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
 from .arguments import array, chosen, numbers, promoted, transpose
-from .fused_conv import CONV, CONV_TRANSPOSE, dilated
-from .fused_matmul import DOT_GENERAL, product
-from .patches import as_patches
+from .convolution.functions import CONV, CONV_TRANSPOSE, dilated
+from .convolution.patches import as_patches
+from .matmul.functions import DOT_GENERAL, product
 
 log = logging.getLogger("jax_cudnn")
 

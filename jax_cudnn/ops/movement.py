@@ -17,10 +17,10 @@ from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.example import Example
 from .._core.graph.node import LEAD, Node, frozen
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
-from .elementary import Identity
-from .folds import grown
-from .pointwise import add
+from .pointwise.arithmetic import add
+from .pointwise.elementary import Identity
 from .reduction import Reduction
+from .transformations import grown
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values

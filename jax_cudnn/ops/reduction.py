@@ -16,7 +16,7 @@ from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, is_floating, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
-from .folds import anywhere, grown
+from .transformations import anywhere, grown
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values

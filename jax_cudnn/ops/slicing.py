@@ -15,7 +15,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
 from .._core.graph.example import Example
 from .._core.graph.node import LEAD, Node, frozen
-from .folds import anywhere
+from .transformations import anywhere
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values

@@ -5,7 +5,7 @@
 Each row is a file of ``jax_cudnn``, text that stands in it exactly once, and what takes its place.
 """
 
-ATTENTION = "ops/attention_reference.py"
+ATTENTION = "ops/attention/reference.py"
 MUTATIONS = {
     # attention
     "window off by one": (ATTENTION, "seen &= j > at - self.left", "seen &= j >= at - self.left"),
@@ -17,25 +17,25 @@ MUTATIONS = {
     "sink not in the sum": (ATTENTION, "total + jnp.exp(sink - largest)", "total"),
     "blocks of rows without their position": (ATTENTION, "function({**shared, **own}, first)", "function({**shared, **own}, 0 * first)"),
     "bias's gradient not summed over heads": (ATTENTION, "[1, 2] * (shape[1] == 1)", "[2] * (shape[1] == 1)"),
-    "rows that see no key have mean of all": ("ops/attention_hidden.py", "        count = keys\n", ""),
-    "shared bias shown with a full stride": ("ops/attention_bias.py", "strides[_QUERIES] = 0", "strides[_QUERIES] = strides[_KEYS]"),
-    "packed offsets may leave the array": ("ops/attention_packed.py", "jnp.clip(found[offset] // size, 0, tokens)", "(found[offset] // size)"),
-    "one page too many": ("ops/attention_paged.py", "0, k[0] - 1)", "0, k[0])"),
+    "rows that see no key have mean of all": ("ops/attention/operands.py", "        count = keys\n", ""),
+    "shared bias shown with a full stride": ("ops/attention/bias.py", "strides[_QUERIES] = 0", "strides[_QUERIES] = strides[_KEYS]"),
+    "packed offsets may leave the array": ("ops/attention/packed.py", "jnp.clip(found[offset] // size, 0, tokens)", "(found[offset] // size)"),
+    "one page too many": ("ops/attention/paged.py", "0, k[0] - 1)", "0, k[0])"),
     "buckets double": ("ops/bucketing.py", "step * math.ceil(", "2 * step * math.ceil("),
-    "score_mod's operands swapped with the lengths": ("ops/score_mod_written.py", "[everything[i] for i in read]", "[everything[i] for i in reversed(read)]"),
+    "score_mod's operands swapped with the lengths": ("ops/attention/score_mod/written.py", "[everything[i] for i in read]", "[everything[i] for i in reversed(read)]"),
     # normalizations
-    "norm's mean not taken out of the tangent": ("ops/normalization_tangent.py", "dx - found[\"mean\"] if extent.centred", "dx if extent.centred"),
-    "inv_var's tangent has the wrong sign": ("ops/normalization_tangent.py", "-jnp.square(inv_var) * slope", "jnp.square(inv_var) * slope"),
-    "running variance is biased": ("ops/batch_normalization.py", "variance * (count / max_dim(count - 1, 1))", "variance"),
-    "momentum the other way": ("ops/batch_normalization.py", "in_running_mean + momentum * (mean", "mean - momentum * (mean"),
-    "norm forgets its bias": ("ops/normalization_base.py", "y if bias is None else y + bias", "y"),
-    "epsilon outside of the root": ("ops/normalization_base.py", "jax.lax.rsqrt(variance + epsilon)", "(jax.lax.rsqrt(variance) + epsilon)"),
+    "norm's mean not taken out of the tangent": ("ops/normalization/base.py", "dx - found[\"mean\"] if extent.centred", "dx if extent.centred"),
+    "inv_var's tangent has the wrong sign": ("ops/normalization/base.py", "-jnp.square(inv_var) * slope", "jnp.square(inv_var) * slope"),
+    "running variance is biased": ("ops/normalization/batch.py", "variance * (count / max_dim(count - 1, 1))", "variance"),
+    "momentum the other way": ("ops/normalization/batch.py", "in_running_mean + momentum * (mean", "mean - momentum * (mean"),
+    "norm forgets its bias": ("ops/normalization/base.py", "y if bias is None else y + bias", "y"),
+    "epsilon outside of the root": ("ops/normalization/base.py", "jax.lax.rsqrt(variance + epsilon)", "(jax.lax.rsqrt(variance) + epsilon)"),
     # convolutions, products, pointwise
-    "dilation not in the window": ("ops/convolution_base.py", "window = dilation[axis] * (r[axis] - 1) + 1", "window = r[axis]"),
-    "groups take the weights' channels": ("ops/convolution_base.py", "if not i or not c or c % i or k % (c // i):", "if not i or not c or c % i:"),
-    "gradient by the other operand": ("ops/convolution_base.py", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0]}", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0] * 2.0}"),
-    "matmul's transposes swapped": ("ops/fused_matmul.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
-    "a scale folded into the weight is lost": ("ops/convolution.py", "product.astype(weight.dtype)}", "weight}"),
+    "dilation not in the window": ("ops/convolution/base.py", "window = dilation[axis] * (r[axis] - 1) + 1", "window = r[axis]"),
+    "groups take the weights' channels": ("ops/convolution/base.py", "if not i or not c or c % i or k % (c // i):", "if not i or not c or c % i:"),
+    "gradient by the other operand": ("ops/convolution/base.py", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0]}", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0] * 2.0}"),
+    "matmul's transposes swapped": ("ops/matmul/functions.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
+    "a scale folded into the weight is lost": ("ops/convolution/forward.py", "product.astype(weight.dtype)}", "weight}"),
     "a product before a move is written wide": ("_core/graph/xla_form.py", "smooth = node.smooth or node.moves", "smooth = node.smooth"),
     "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
     "a norm is not compared": ("_core/agreement.py", "right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)", "pass"),
@@ -74,10 +74,10 @@ MUTATIONS = {
     "a transposed weight is copied": ("acceleration/epilogues.py", "if made is None or made.name != \"transpose\":", "if True:"),
     "a program's graphs are planned one by one": ("_core/auto.py", "if len(graphs) > 1:", "if False:"),
     "mean is a sum in reverse": ("ops/reduction.py", "math.prod(out.shape) / max(math.prod(shape), 1)", "1.0"),
-    "softplus_backward of the wrong sign": ("ops/activation_backward.py", "return loss * jax.nn.sigmoid(input)", "return loss * jax.nn.sigmoid(-input)"),
-    "tan's slope": ("ops/elementary.py", "OUT_0 * OUT_0 + 1.0", "OUT_0 * OUT_0 - 1.0"),
+    "softplus_backward of the wrong sign": ("ops/pointwise/activation_backward.py", "return loss * jax.nn.sigmoid(input)", "return loss * jax.nn.sigmoid(-input)"),
+    "tan's slope": ("ops/pointwise/elementary.py", "OUT_0 * OUT_0 + 1.0", "OUT_0 * OUT_0 - 1.0"),
     "slices of the wrong strides": ("ops/slicing.py", "[s * part.step for s, part", "[s for s, part"),
-    "result of a convolution in the wrong order": ("ops/fused_conv.py", "    y = transpose(y, np.argsort(spec.out_spec))\n    return y.squeeze", "    y = transpose(y, spec.out_spec)\n    return y.squeeze"),
+    "result of a convolution in the wrong order": ("ops/convolution/functions.py", "    y = transpose(y, np.argsort(spec.out_spec))\n    return y.squeeze", "    y = transpose(y, spec.out_spec)\n    return y.squeeze"),
     # graphs
     "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest).astype(target)", "return value.astype(target)"),
     "integers are cut, not rounded": ("_core/graph/reference.py", "value = jnp.round(value)", "value = jnp.trunc(value)"),

@@ -17,12 +17,7 @@ import numpy as np
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
 from .calls import ports_of, signature
 from .dims import Dims, Shape, integers
-from .dtypes import (
-    beside_integers,
-    float32_range,
-    int32_range,
-    wide_dtype,
-)
+from .dtypes import beside_integers, float32_range, int32_range, wide_dtype
 from .intermediates import intermediate_dtypes
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings

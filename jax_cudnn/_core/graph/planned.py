@@ -68,9 +68,9 @@ class Planned:
     returns_prologue: ClassVar[bool] = False
     """Whether the plan can also write the values that it computes before this anchor."""
     masks: ClassVar[tuple[str, ...]] = ()
-    """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/masks.py``."""
+    """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/pointwise/masks.py``."""
     takes_masks: ClassVar[bool] = False
-    """Whether bit masks may be used in a graph with this anchor, see ``ops/masks.py``."""
+    """Whether bit masks may be used in a graph with this anchor, see ``ops/pointwise/masks.py``."""
     apart: ClassVar[bool] = False
     """Whether an operand used at several ports must be declared once per port (pygraph's sdpa
     transposes the dims of K in place)."""

@@ -25,15 +25,15 @@ _OTHERS = {
         "_core.graph.by_reference": "Tangent Transposed Batched",
         "_core.graph.options": "Options",
         "_core.graph.spec": "GraphSpec Tensor Call Origin",
-        "ops.attention_fp8_tangent": "WideTangent Fp8Tangent Unscale Bounds QuantizeGradient "
+        "ops.attention.fp8_tangent": "WideTangent Fp8Tangent Unscale Bounds QuantizeGradient "
         "Quantize",
-        "ops.attention_packed": "PackedSdpa PackedSdpaBackward",
-        "ops.attention_paged": "PagedSdpa",
-        "ops.attention_qkv": "QkvSdpa QkvSdpaBackward",
-        "ops.attention_tangent": "AttentionTangent SinkGradient",
-        "ops.contraction": "Contraction",
-        "ops.normalization_tangent": "NormalizationTangent",
-        "ops.score_mod": "ScoreMod",
+        "ops.attention.packed": "PackedSdpa PackedSdpaBackward",
+        "ops.attention.paged": "PagedSdpa",
+        "ops.attention.qkv": "QkvSdpa QkvSdpaBackward",
+        "ops.attention.tangent": "AttentionTangent SinkGradient",
+        "ops.matmul.nodes": "Contraction",
+        "ops.normalization.base": "NormalizationTangent",
+        "ops.attention.score_mod.value": "ScoreMod",
     }.items()
     for name in names.split()
 }

@@ -15,9 +15,9 @@ run in XLA use the original shapes.
 
 **Products of any dimensions** become those of three dimensions (``merging.py``).
 
-**Bit masks** (``ops/masks.py``) are packed booleans by design: to XLA they are bytes of eight
-channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a boolean at
-the edge of a wired graph is always a bit mask.
+**Bit masks** (``ops/pointwise/masks.py``) are packed booleans by design: to XLA they are bytes of
+eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
+boolean at the edge of a wired graph is always a bit mask.
 """
 
 from __future__ import annotations

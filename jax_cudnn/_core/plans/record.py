@@ -23,7 +23,7 @@ from ..store.entry import Unusable, check_size, checksum, parsed
 from .explanation import explain
 
 _KIND = "jax_cudnn plan"
-_FORMAT = 1
+_FORMAT = 2
 _PLANS = 16  # of the largest entries of the cache fit: a graph may have many segments
 _SEAL = re.compile(rb',"checksum":"([0-9a-f]{64})"}\Z')
 _AGAIN = "plan the function again with jax_cudnn.plan(fn, *args) and serialize that plan"

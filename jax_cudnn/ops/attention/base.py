@@ -1,0 +1,356 @@
+"""The common base of attention and its backward pass: attributes, shapes, batching."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.dims import Shape
+from ..._core.graph.dtypes import FLOATS
+from ..._core.graph.node import NUMBERS_ONLY, Draws, Node, frozen
+from ..._core.reasons import Reason
+from . import extras as extras
+from .bias import LENGTHS, Biased
+from .reference import Attention, Band, bound
+from .score_mod.value import ScoreMod, folds, is_operand, prepared
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors
+    from ..._core.graph.spec import GraphSpec, Tensor
+
+TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
+_OF_HEADS = 8  # head sizes are multiples of this
+_REQUIRES = (
+    "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
+    "sizes that are multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+)
+
+
+@frozen
+class Ordered(Node):
+    """A backward with a fixed order of summation if requested. The engines' notes do not report
+    determinism here, so options alone cannot exclude the others."""
+
+    use_deterministic_algorithm: bool = False
+
+    @property
+    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.use_deterministic_algorithm
+
+    def settled(self) -> Node:
+        return dataclasses.replace(self, use_deterministic_algorithm=True)
+
+    def keywords(self) -> dict[str, Any]:
+        """Without unset flags, some of which older frontends do not know."""
+        attributes = super().keywords()
+        return {name: value for name, value in attributes.items() if value is not False}
+
+
+def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
+    """The attributes with the alignment by name and the left and right bounds as integers;
+    GraphError if they are not valid."""
+    alignment = attributes.get("diagonal_alignment", TOP_LEFT)
+    name = getattr(alignment, "name", alignment)
+    if name not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise GraphError(
+            "unknown diagonal_alignment",
+            expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
+            got=repr(alignment),
+        )
+    checked = {
+        bound: _bound(bound, attributes.get(bound), least)
+        for bound, least in zip(bounds, (1, 0), strict=True)
+    }
+    return {**attributes, **checked, "diagonal_alignment": name}
+
+
+def _bound(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise GraphError(
+            f"{name} is not valid",
+            expected=f"an integer of at least {least}, or None",
+            got=shown(value),
+        )
+    return bound(value)
+
+
+def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
+    """GraphError if head counts, lengths, the statistic, or operands with a shape in ``further`` do
+    not fit q, k and v."""
+    q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
+    if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
+        raise GraphError(
+            "the numbers of heads do not fit",
+            expected="as many heads of v as of k, and a multiple of that of q",
+            got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
+        )
+    wanted = {**further, **dict.fromkeys(LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
+    for port, shape in wanted.items():
+        if port in inputs and inputs[port].shape != shape:
+            raise GraphError(
+                f"{port!r} has the wrong shape",
+                expected=str(list(shape)),
+                got=f"{list(inputs[port].shape)}, with q {list(q)} and k {list(k)}",
+            )
+    if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
+        raise GraphError(
+            "one of the lengths is missing",
+            expected="both seq_len_q and seq_len_kv, or neither",
+            got=", ".join(inputs),
+        )
+
+
+def odd_heads(tensors: Mapping[str, Tensor]) -> Reason | None:
+    """Why cuDNN does not support these head sizes, or None."""
+    for size in (tensors[port].shape[3] for port in ("q", "v")):
+        if size % _OF_HEADS:
+            return Reason(
+                f"the head size is {size}, and cuDNN requires a multiple of {_OF_HEADS}: pad "
+                f"query, key and value with zeros to {size + -size % _OF_HEADS}, pass "
+                f"scale={size}**-0.5, and slice the result"
+            )
+    return None
+
+
+def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """A node's keywords, with the alignment and the lengths in pygraph's form."""
+    import cudnn
+
+    if alignment := keywords.pop("diagonal_alignment", None):
+        keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
+    return {**keywords, "use_padding_mask": True} if LENGTHS[0] in tensors else keywords
+
+
+def as_examples(
+    batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
+) -> Iterable[dict[str, int]]:
+    """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
+    stays shared if possible."""
+    bias = tensors.get("bias")
+    shared = bias is not None and bias.shape[0] == 1
+    if shared and "bias" not in batched and "dBias" not in tensors:
+        yield dict.fromkeys({*ports} - {"bias"}, 0)
+    if bias is None or bias.shape[0] == tensors[queries].shape[0]:
+        yield dict.fromkeys(ports, 0)
+
+
+_ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
+
+
+def wrong_dtypes(results: Collection[str], tensors: Tensors) -> Reason | None:
+    """Why cuDNN does not run attention with these dtypes, or None. All of this was measured:
+
+    - with mixed operand dtypes it reads all in the first one's dtype, some out of bounds;
+    - in float32 it writes nonzero results for queries after their length;
+    - it writes results in the operands' dtype, whatever the arrays' dtype.
+    """
+    ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
+    if len({tensors[port].dtype for port in ports}) > 1:
+        said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
+        return Reason(
+            f"cuDNN requires attention operands of one dtype, not {said}: cast them, or set the "
+            "dtype of computed ones by .set_data_type"
+        )
+    if "seq_len_q" in tensors and tensors[ports[0]].dtype == "float32":
+        return Reason(
+            "in float32 cuDNN's attention writes nonzero results for queries after seq_len_q: "
+            "use a mask (B, 1, 1, S) for the keys, or compute in 16 bits"
+        )
+    for port in results:
+        like = tensors.get(_ALIKE.get(port, ""))
+        if like is not None and tensors[port].dtype != like.dtype:
+            return Reason(f"cuDNN writes {port} only in {like.dtype}, the dtype of {_ALIKE[port]}")
+    return None
+
+
+def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> Reason | None:
+    """Why an operation that reads an attention result is not part of its plan, or None: cuDNN
+    accepts some such graphs, but a pointer is missing when they run (measured for dQ)."""
+    made = {tensors[port].name: port for port in results}
+    for call in graph.calls:
+        for _, name in call.inputs:
+            if name in made:
+                return Reason(f"attention needs its own plan, and {call.name} reads {made[name]}")
+    return None
+
+
+@frozen
+class Attending(Biased):
+    """The common base of the forward and backward nodes."""
+
+    anchor = True
+    product = True
+    row_major = True
+    apart = True
+    writes_all = True
+    keeps_dtypes = True
+    broadcasts_around = NUMBERS_ONLY
+    dtypes = FLOATS
+    requires = _REQUIRES
+    selecting = (LENGTHS[0], "block_mask")
+    rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
+
+    attn_scale: float = 1.0
+    diagonal_alignment: str = TOP_LEFT
+    diagonal_band_left_bound: int | None = None
+    diagonal_band_right_bound: int | None = None
+    dropout_probability: float | None = None
+    use_alibi_mask: bool = False
+    score_mod: Any = None
+
+    @property
+    def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.dropout_probability is not None
+
+    @classmethod
+    def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
+        names = ("diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound")
+
+        def band(given: dict[str, Any]) -> Band:
+            plain = Attending.create(**{name: given[name] for name in names if name in given})
+            assert isinstance(plain, Attending)
+            return plain.band
+
+        return prepared(given, band)
+
+    @classmethod
+    def create(cls, **attributes: Any) -> Node:
+        bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+        attributes = checked_band(attributes, bounds)
+        attributes["dropout_probability"] = extras.probability(
+            attributes.get("dropout_probability")
+        )
+        return super().create(**attributes)
+
+    @property
+    def band(self) -> Band:
+        left, right = self.diagonal_band_left_bound, self.diagonal_band_right_bound
+        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+        for port in LENGTHS:
+            if port in inputs and inputs[port].dtype != "int32":
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype",
+                    expected="int32",
+                    got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+                )
+        other = (*LENGTHS, *extras.RAW)
+        return super().sizes(
+            {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
+        )
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
+        self.sizes(inputs)
+        if self.compute_data_type not in ("float32", "float64"):
+            raise GraphTypeError(
+                f"{self.method} does not support compute_data_type {self.compute_data_type}",
+                expected="float32",
+                got=self.compute_data_type,
+            )
+        check_shapes(inputs, {})
+        self.check_bias(inputs)
+        extras.check(self, inputs)
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
+
+    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
+        return ("dropout_mask",) if drawn else ()
+
+    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
+        if "seed" not in shapes:
+            return None
+        (b, h, queries, _), keys = shapes["q"], shapes["k"][2]
+        mask = "dropout_mask", (b, h, queries, keys)
+        return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
+            return reason
+        if reason := read_again(self.results, tensors, graph):
+            return reason
+        if reason := super().refuses(tensors, graph):
+            return reason
+        if self.score_mod is None:
+            return extras.refusal(tensors)
+        others = {"seed", "dropout_mask", "sink_token", "block_mask"}
+        if self.use_alibi_mask or others & {*tensors}:
+            return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")
+        return self.score_mod.refused(tensors)
+
+    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+        return {**self._stretched(tensors), **super().broadcast_to(tensors)}
+
+    def _stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
+        """Operands of score_mod that cuDNN would misread."""
+        return {} if self.score_mod is None else self.score_mod.stretches(tensors)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+
+    def advice(self, tensors: Mapping[str, Tensor]) -> str:
+        said = [advice] if (advice := super().advice(tensors)) else []
+        for port, shape in self._stretched(tensors).items():
+            nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
+            said.append(
+                f"for cuDNN, XLA first broadcasts {port}, {list(tensors[port].shape)}, to "
+                f"{list(shape)}, {nbytes:,} bytes in memory, because cuDNN misreads operands that "
+                "are broadcast over queries; to avoid the copy, pass an additive term as bias, use "
+                "packed_dot_product_attention for documents, and (1, N, 1, 1) for values per head"
+            )
+        return "; ".join(said)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
+        ports = extras.folds(batched, tensors)
+        if self.score_mod is not None and ports:
+            further = {port: tensors[port] for port in ports}
+            yield from folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors))
+        if self.score_mod is not None or not ports:
+            return
+        yield from as_examples(batched, tensors, ports, "q")
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
+        if self.score_mod is None:
+            return self
+        return dataclasses.replace(self, score_mod=self.score_mod.folded(size, fold))
+
+    def keywords(self) -> dict[str, Any]:
+        attributes = super().keywords()
+        if not self.use_alibi_mask:
+            del attributes["use_alibi_mask"]
+        if self.band == Band(bottom_right=self.band.bottom_right):
+            del attributes["diagonal_alignment"]
+        return attributes
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        keywords = structure(self.keywords(), tensors)
+        tensors = dict(tensors)
+        keywords.pop("dropout_probability", None)
+        keywords |= extras.dropout_of(self, tensors)
+        if self.score_mod is not None:
+            keywords |= self.callbacks(self.score_mod, tensors)
+            tensors = {port: x for port, x in tensors.items() if not is_operand(port)}
+        made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
+        return tuple(tensor for tensor in made if tensor is not None)
+
+    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that pass score_mod to cuDNN."""
+        from .score_mod.emission import Emission  # only for planning
+
+        return {"score_mod": Emission(mod, tensors).forward}
+
+    def attention(self, precision: Any) -> Attention:
+        further = {"dropout": self.dropout_probability, "alibi": self.use_alibi_mask}
+        return Attention(self.attn_scale, self.band, precision, **further, score_mod=self.score_mod)

@@ -1,0 +1,373 @@
+"""fp8 attention with one scale per tensor: cuDNN's flash attention and its backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+
+from ..._core.errors import GraphTypeError
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Shape
+from ..._core.graph.dtypes import FP8
+from ..._core.graph.example import Example
+from ..._core.graph.node import NUMBERS_ONLY, Node, frozen
+from ..._core.reasons import Reason
+from ..scaling import E4M3, E5M2
+from .base import (
+    BOTTOM_RIGHT,
+    LENGTHS,
+    TOP_LEFT,
+    Ordered,
+    check_shapes,
+    checked_band,
+    read_again,
+    structure,
+)
+from .reference import Band
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.spec import GraphSpec, Tensor
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+TILE = 128
+"""Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
+
+
+@frozen
+class Scaled(Node):
+    """Attention whose operands have scales. Subclasses state the fields ``bounds``, whose names
+    differ between pygraph's methods, and the ports that are fp8 and float32."""
+
+    anchor = True
+    product = True
+    keeps_dtypes = True
+    row_major = True
+    apart = True
+    writes_all = True
+    broadcasts_around = NUMBERS_ONLY
+    dtypes = FP8
+    selecting = LENGTHS[:1]
+    of_all_examples = (
+        "Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP",
+    )  # fmt: skip
+    bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")
+    others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
+    """Ports that are neither fp8 nor scales, with their dtypes."""
+
+    attn_scale: float = 1.0
+    diagonal_alignment: str = TOP_LEFT
+
+    @classmethod
+    def create(cls, **attributes: Any) -> Node:
+        return super().create(**checked_band(attributes, cls.bounds))
+
+    @property
+    def band(self) -> Band:
+        left, right = (getattr(self, bound) for bound in self.bounds)
+        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
+
+    def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
+        """The shape of a scale or descale."""
+        return (1, 1, 1, 1)
+
+    def factor_dtype(self) -> str:
+        return "float32"
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
+        lengths = dict.fromkeys(LENGTHS, "int32")
+        factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
+        wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype())}
+        for port, tensor in inputs.items():
+            allowed = (wanted[port],) if port in wanted else self.dtypes
+            if tensor.dtype not in allowed:
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype",
+                    expected=" or ".join(allowed),
+                    got=f"{tensor.dtype}{list(tensor.shape)}",
+                )
+        self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        if self.compute_data_type != "float32":
+            raise GraphTypeError(
+                f"{self.method} does not support compute_data_type {self.compute_data_type}",
+                expected="float32",
+                got=self.compute_data_type,
+            )
+        check_shapes(inputs, {port: self.factor_shape(port, inputs) for port in factors})
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        kinds = {tensors[port].dtype for port in ("q", "k", "v")}
+        if len(kinds) > 1:
+            return Reason(
+                f"cuDNN's fp8 attention requires q, k and v of one dtype, not {', '.join(kinds)}"
+            )
+        if any(t.value is not None for t in tensors.values()):
+            return Reason(
+                "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
+            )
+        return read_again(self.results, tensors, graph)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """Into the batch, if all batch elements share the scales."""
+        common = {*self.of_all_examples, *filter(self.is_common, tensors)}
+        if not batched & common:
+            yield dict.fromkeys({*tensors} - common, 0)
+
+    def is_common(self, port: str) -> bool:
+        """Whether all batch elements share an operand."""
+        return port.startswith(("scale_", "descale_"))
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        from .fp8_tangent import WideTangent
+
+        node = WideTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
+        along = {node.given[port]: tangent for port, tangent in tangents.items()}
+        return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
+
+    def keywords(self) -> dict[str, Any]:
+        attributes = super().keywords()
+        if self.band == Band(bottom_right=self.band.bottom_right):
+            del attributes["diagonal_alignment"]
+        return attributes
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        keywords = structure(self.keywords(), tensors)
+        made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
+        return tuple(tensor for tensor in made if tensor is not None)
+
+
+_ROUNDING = "{} in fp8 with saturation in the second product; sums and exponentials in float32"
+_ONE = (1, 1, 1, 1)
+
+
+def _example(shapes: dict[str, Shape], factors: str, dtype: str = E4M3, **more: object) -> Example:
+    """Operands whose factors are float32 values of moderate size."""
+    names = factors.split()
+    float32 = [*names, *(port for port in ("stats",) if port in shapes)]
+    return Example(
+        {**shapes, **dict.fromkeys(names, _ONE)},
+        dtype,
+        dtypes=dict.fromkeys(float32, "float32"),
+        positive=tuple(float32),
+        attributes={"attn_scale": 0.125} | more,
+    )
+
+
+_FORWARD = "descale_q descale_k descale_v descale_s scale_s scale_o"
+_BACKWARD = (
+    "descale_q descale_k descale_v descale_o descale_dO descale_s descale_dP scale_s scale_dQ "
+    "scale_dK scale_dV scale_dP"
+)
+
+
+@register
+@frozen
+class SdpaFp8(Scaled):
+    """Attention of fp8 arrays: ``O = scale_o * softmax(scores) (descale_v * v)``, with
+    ``scores = attn_scale * (descale_q * q) (descale_k * k)^T``.
+
+    A tensor's scale multiplies its values before they are rounded to fp8 (with saturation); its
+    descale, the inverse, multiplies what is computed from the rounded values. The softmax weights
+    also enter the second product as fp8, scaled by ``scale_s``. The band and lengths work as in
+    ``sdpa``.
+
+    Args:
+        q: (B, H, Sq, D) in fp8.
+        k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
+        v: (B, N, Skv, E) of q's dtype.
+        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
+        descale_k: the descale of k.
+        descale_v: the descale of v.
+        descale_s: the descale of the weights, ``1 / scale_s``.
+        scale_s: the scale of the weights; the largest finite fp8 value is safe, as weights are at
+            most 1.
+        scale_o: the scale of O.
+        seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional. The
+            rows of O after them are undefined.
+        seq_len_kv: the number of keys; requires seq_len_q.
+        attn_scale: factor of the scores.
+        diagonal_alignment: as in ``sdpa``; "BOTTOM_RIGHT" needs SM 100 or newer.
+        left_bound: ``diagonal_band_left_bound`` of ``sdpa``.
+        right_bound: ``diagonal_band_right_bound`` of ``sdpa``; 0 is causal attention.
+        generate_stats: whether to return Stats.
+
+    Returns: O, (B, H, Sq, E) of q's dtype (or by ``set_data_type`` another fp8 dtype, or bfloat16
+    or float16 from SM 100 on); Stats as in ``sdpa``; Amax_S, the largest weight, and Amax_O, the
+    largest absolute value of O before its scale, (1, 1, 1, 1) in float32. The derivative with
+    respect to the fp8 operands runs in cuDNN's backward pass, with gradients scaled by bounds of
+    their magnitude. Source: cuDNN documentation, "Scaled Dot Product Attention FP8 Forward".
+    """
+
+    method = "sdpa_fp8"
+    dims = (
+        "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
+        "descale_s: *s, scale_s: *f, scale_o: *o, ?seq_len_q: *i, ?seq_len_kv: *j "
+        "-> O: b h s e, Stats: *l, Amax_S: *x, Amax_O: *y"
+    )
+    requires = (
+        "fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: up to "
+        "128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together"
+    )
+    rounding = _ROUNDING.format("weights")
+    examples = (
+        _example({"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)}, _FORWARD),
+        _example(
+            {"q": (2, 4, 128, 128), "k": (2, 4, 192, 128), "v": (2, 4, 192, 128)},
+            _FORWARD,
+            E5M2,
+            right_bound=0,
+            left_bound=64,
+            generate_stats=False,
+        ),
+    )
+
+    left_bound: int | None = None
+    right_bound: int | None = None
+    generate_stats: bool = True
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        names = self.ports.output_names
+        return tuple(name for name in names if name != "Stats" or self.generate_stats)
+
+    def without(self, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, generate_stats=False) if "Stats" in results else self
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        q, v = inputs["q"], inputs["v"]
+        found = {
+            "O": ((*q.shape[:3], v.shape[3]), q.dtype),
+            "Stats": ((*q.shape[:3], 1), "float32"),
+        }
+        return {port: found.get(port, (_ONE, "float32")) for port in self.results}
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .fp8_reference import Fp8Attention  # lazy, for a fast import
+
+        made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
+        found = dict(zip(self.ports.output_names, made, strict=True))
+        return tuple(found[port] for port in self.results)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if "Stats" not in outputs:
+            return super().jvp(g, tangents, inputs, outputs)
+        from .fp8_tangent import Fp8Tangent
+
+        node = Fp8Tangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
+        along = {node.given[port]: tangent for port, tangent in tangents.items()}
+        read = {port: outputs[port] for port in node.read}
+        made = g.apply(node, **inputs, **read, **along)
+        return dict(zip(node.outs, made, strict=True))
+
+
+@register
+@frozen
+class SdpaFp8Backward(Ordered, Scaled):
+    """Gradients of sdpa_fp8 with respect to the unscaled q, k and v.
+
+    With all fp8 operands times their descales, ``P = exp(scores - stats)`` and ``dP = dO v^T``:
+    ``dS = attn_scale * P * (dP - rowsum(dO * o))``, ``dQ = dS k``, ``dK = dS^T q`` and
+    ``dV = P^T dO``, each times its scale. P and dS enter the products as fp8, P in q's dtype scaled
+    by ``scale_s``, and dS in dO's dtype scaled by ``scale_dP``.
+
+    Args:
+        q: (B, H, Sq, D) in fp8.
+        k: (B, N, Skv, D).
+        v: (B, N, Skv, E).
+        o: O from ``sdpa_fp8``, (B, H, Sq, E) in fp8.
+        dO: the gradient with respect to O, in fp8; float8_e5m2 has more range for it.
+        stats: Stats from ``sdpa_fp8``, (B, H, Sq, 1) in float32.
+        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
+        descale_k: the descale of k.
+        descale_v: the descale of v.
+        descale_o: the descale of o.
+        descale_dO: the descale of dO.
+        descale_s: the descale of the weights, ``1 / scale_s``.
+        descale_dP: the descale of dS, ``1 / scale_dP``.
+        scale_s: as in ``sdpa_fp8``.
+        scale_dQ: the scale of dQ.
+        scale_dK: the scale of dK.
+        scale_dV: the scale of dV.
+        scale_dP: the scale of dS.
+        seq_len_q: as in ``sdpa_fp8``.
+        seq_len_kv: as in ``sdpa_fp8``.
+        attn_scale: as in ``sdpa_fp8``.
+        diagonal_alignment: as in ``sdpa_fp8``.
+        left_bound: as in ``sdpa_fp8``.
+        right_bound: as in ``sdpa_fp8``.
+        use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
+
+    Returns: dQ, dK, dV of dO's dtype (or another by ``set_data_type``), and the largest absolute
+    values before scaling, amax_dQ, amax_dK, amax_dV and amax_dP (of dS), (1, 1, 1, 1) in float32.
+    Source: cuDNN documentation, "Scaled Dot Product Attention FP8 Backward".
+    """
+
+    method = "sdpa_fp8_backward"
+    dims = (
+        "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, "
+        "descale_q: *q, descale_k: *k, descale_v: *v, descale_o: *o, descale_dO: *p, "
+        "descale_s: *s, descale_dP: *r, scale_s: *f, scale_dQ: *t, scale_dK: *u, scale_dV: *w, "
+        "scale_dP: *z, ?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
+        "amax_dQ: *a, amax_dK: *b, amax_dV: *c, amax_dP: *d"
+    )
+    requires = (
+        "fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or 192 with "
+        "128); seq_len_q and seq_len_kv together"
+    )
+    rounding = _ROUNDING.format("weights and their gradients")
+    examples = (
+        _example(
+            {
+                "q": (2, 4, 128, 128),
+                "k": (2, 2, 128, 128),
+                "v": (2, 2, 128, 128),
+                "o": (2, 4, 128, 128),
+                "dO": (2, 4, 128, 128),
+                "stats": (2, 4, 128, 1),
+            },
+            _BACKWARD,
+            attn_scale=0.03,
+        ),
+    )
+
+    left_bound: int | None = None
+    right_bound: int | None = None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        kind = inputs["dO"].dtype
+        sources = {"dQ": "q", "dK": "k", "dV": "v"}
+        return {
+            port: (inputs[sources[port]].shape, kind) if port in sources else (_ONE, "float32")
+            for port in self.results
+        }
+
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
+        if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
+            return Reason(
+                f"with {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's "
+                f"fp8 backward writes zeros to part of dQ: pad them to multiples of {TILE}, and "
+                "pass the lengths as seq_len_q and seq_len_kv"
+            )
+        return super().refuses(tensors, graph)
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .fp8_reference import Fp8Attention
+
+        found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
+        return tuple(found[port] for port in self.results)

@@ -1,0 +1,254 @@
+"""Attention of fp8 arrays with one scale per block of 32 elements: cuDNN's MXFP8 attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Shape
+from ..._core.graph.dtypes import E8M0
+from ..._core.graph.example import Example
+from ..._core.graph.node import Node, frozen
+from ..._core.reasons import Reason
+from ..mxfp8 import dequantize_mxfp8, scales_shape
+from .base import Ordered
+from .fp8 import Scaled
+
+if TYPE_CHECKING:
+    from ..._core.graph.spec import GraphSpec, Tensor
+
+_ONE = (1, 1, 1, 1)
+_OTHERS = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
+_DIMS = "16 up to 128 (or 192 with 128)"
+
+
+def _along(port: str, backward: bool) -> int:
+    """The axis of an operand's blocks, which is the axis of summation."""
+    return -2 if port.endswith("_T") or (port == "v" and not backward) else -1
+
+
+def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any) -> Example:
+    factors = {
+        f"descale_{port}": scales_shape(shapes[port], _along(port, backward))
+        for port in scaled.split()
+    }
+    return Example(
+        {**shapes, **factors},
+        "float8_e4m3fn",
+        dtypes={port: d for port, d in _OTHERS.items() if port in shapes}
+        | dict.fromkeys(factors, E8M0),
+        attributes={"attn_scale": 0.03, **more},
+        positive=(*factors, "stats") if backward else tuple(factors),
+        alone=False,
+    )
+
+
+class BlockScaled(Scaled):
+    """The common base of the forward and backward nodes."""
+
+    def factor_dtype(self) -> str:
+        return E8M0
+
+    def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
+        operand = port.removeprefix("descale_")
+        return scales_shape(inputs[operand].shape, _along(operand, "stats" in inputs))
+
+    def is_common(self, port: str) -> bool:
+        return False
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        import cudnn
+
+        for port, tensor in tensors.items():
+            if port.startswith("descale_"):
+                tensor.set_reordering_type(cudnn.tensor_reordering.F8_128x4)
+        return super().emit(pygraph, tensors, common)
+
+    def dequantized(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """All operands except the scales, in float32."""
+        found = {}
+        for port, x in arrays.items():
+            if f"descale_{port}" in arrays:
+                axis = _along(port, "stats" in arrays)
+                found[port] = dequantize_mxfp8(x, arrays[f"descale_{port}"], axis)
+            elif not port.startswith("descale_"):
+                found[port] = x if port.startswith("seq_len") else x.astype(jnp.float32)
+        return found
+
+
+@register
+@frozen
+class SdpaMxfp8(BlockScaled):
+    """Attention of fp8 arrays with one power-of-two scale per block of 32 elements (MXFP8).
+
+    ``O = softmax(attn_scale * q k^T) v`` of the values times their scales. Blocks are along D for q
+    and k and along the keys for v, because the products sum over these axes.
+    :func:`jax_cudnn.ops.quantize_mxfp8` computes values and scales. The band and lengths work as in
+    ``sdpa``.
+
+    Args:
+        q: (B, H, Sq, D) in fp8.
+        k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
+        v: (B, N, Skv, E) of q's dtype.
+        descale_q: the scales of q, (B, H, Sq', D'/32) in float8_e8m0fnu, in cuDNN's order
+            F8_128x4; primes mark sizes rounded up to multiples of 128.
+        descale_k: the scales of k, (B, N, Skv', D'/32).
+        descale_v: the scales of v, (B, N, Skv'/32, E').
+        seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional.
+        seq_len_kv: the number of keys; requires seq_len_q.
+        attn_scale: factor of the scores.
+        diagonal_alignment: as in ``sdpa``.
+        diagonal_band_left_bound: as in ``sdpa``.
+        diagonal_band_right_bound: as in ``sdpa``.
+        generate_stats: whether to return Stats.
+
+    Returns: O, (B, H, Sq, E) in bfloat16; Stats as in ``sdpa``; Amax_O, the largest absolute value
+    of O, (1, 1, 1, 1) in float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8
+    Forward", MXFP8; OCP Microscaling Formats 1.0.
+    """
+
+    method = "sdpa_mxfp8"
+    dims = (
+        "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
+        "?seq_len_q: *i, ?seq_len_kv: *j -> O: b h s e, Stats: *l, Amax_O: *y"
+    )
+    requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}"
+    rounding = "weights in fp8 in the second product; sums, maxima and exponentials in float32"
+    bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+    examples = (
+        _example(
+            {"q": (2, 4, 128, 128), "k": (2, 2, 256, 128), "v": (2, 2, 256, 128)}, False, "q k v"
+        ),
+        _example(
+            {"q": (2, 4, 200, 64), "k": (2, 4, 200, 64), "v": (2, 4, 200, 64)},
+            False,
+            "q k v",
+            diagonal_band_right_bound=0,
+        ),
+    )
+
+    diagonal_band_left_bound: int | None = None
+    diagonal_band_right_bound: int | None = None
+    generate_stats: bool = True
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        names = self.ports.output_names
+        return tuple(name for name in names if name != "Stats" or self.generate_stats)
+
+    def without(self, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, generate_stats=False) if "Stats" in results else self
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        q, v = inputs["q"], inputs["v"]
+        found = {
+            "O": ((*q.shape[:3], v.shape[3]), "bfloat16"),
+            "Stats": ((*q.shape[:3], 1), "float32"),
+            "Amax_O": (_ONE, "float32"),
+        }
+        return {port: found[port] for port in self.results}
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .fp8_reference import MxAttention  # lazy, for a fast import
+
+        attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
+        made = attention.forward(self.dequantized(arrays))
+        found = dict(zip(self.ports.output_names, made, strict=True))
+        return tuple(found[port] for port in self.results)
+
+
+@register
+@frozen
+class SdpaMxfp8Backward(Ordered, BlockScaled):
+    """Gradients of sdpa_mxfp8.
+
+    With ``P = exp(scores - stats)`` and ``dP = dO v^T``:
+    ``dS = attn_scale * P * (dP - rowsum(dO_f16 * o_f16))``, ``dQ = dS k_T``, ``dK = dS^T q_T`` and
+    ``dV = P^T dO_T``. An operand of two products is passed twice: with blocks along D, and with the
+    suffix _T as the same values (not transposed) with blocks along the tokens.
+
+    Args:
+        q: (B, H, Sq, D) in fp8, blocks along D.
+        q_T: q with blocks along the queries.
+        k: (B, N, Skv, D), blocks along D.
+        k_T: k with blocks along the keys.
+        v: (B, N, Skv, E), blocks along E, unlike in ``sdpa_mxfp8``.
+        o_f16: O from ``sdpa_mxfp8``, (B, H, Sq, E) in bfloat16.
+        dO_f16: the gradient with respect to O in bfloat16.
+        dO: the same in fp8, blocks along E.
+        dO_T: the same, blocks along the queries.
+        stats: Stats from ``sdpa_mxfp8``, (B, H, Sq, 1) in float32.
+        descale_q: the scales of q from :func:`jax_cudnn.ops.quantize_mxfp8`.
+        descale_q_T: the scales of q_T.
+        descale_k: the scales of k.
+        descale_k_T: the scales of k_T.
+        descale_v: the scales of v.
+        descale_dO: the scales of dO.
+        descale_dO_T: the scales of dO_T.
+        seq_len_q: as in ``sdpa_mxfp8``.
+        seq_len_kv: as in ``sdpa_mxfp8``.
+        attn_scale: as in ``sdpa_mxfp8``.
+        diagonal_alignment: as in ``sdpa_mxfp8``.
+        left_bound: ``diagonal_band_left_bound`` of ``sdpa_mxfp8``.
+        right_bound: ``diagonal_band_right_bound`` of ``sdpa_mxfp8``.
+        use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
+
+    Returns: dQ, dK, dV in bfloat16, and their largest absolute values, amax_dQ, amax_dK and
+    amax_dV, (1, 1, 1, 1) in float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8
+    Backward", MXFP8.
+    """
+
+    method = "sdpa_mxfp8_backward"
+    dims = (
+        "q: b h s d, q_T: b h s d, k: b n t d, k_T: b n t d, v: b n t e, o_f16: b h s e, "
+        "dO_f16: b h s e, dO: b h s e, dO_T: b h s e, stats: *l, descale_q: *a, descale_q_T: *b, "
+        "descale_k: *c, descale_k_T: *d, descale_v: *e, descale_dO: *f, descale_dO_T: *g, "
+        "?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
+        "amax_dQ: *o, amax_dK: *p, amax_dV: *q"
+    )
+    requires = "cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128"
+    rounding = "the scores' gradients also enter their products as block-scaled fp8"
+    others: ClassVar[Mapping[str, str]] = _OTHERS
+    examples = (
+        _example(
+            dict.fromkeys(("q", "q_T", "o_f16", "dO_f16", "dO", "dO_T"), (2, 4, 128, 128))
+            | dict.fromkeys(("k", "k_T", "v"), (2, 2, 256, 128))
+            | {"stats": (2, 4, 128, 1)},
+            True,
+            "q q_T k k_T v dO dO_T",
+        ),
+    )
+
+    left_bound: int | None = None
+    right_bound: int | None = None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        sources = {"dQ": "q", "dK": "k", "dV": "v"}
+        return {
+            port: (inputs[sources[port]].shape, "bfloat16")
+            if port in sources
+            else (_ONE, "float32")
+            for port in self.results
+        }
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        if tensors["q"].shape[3] > 128:
+            return Reason(
+                "the order of the scales of q_T and k_T is unknown for head sizes above 128"
+            )
+        return super().refuses(tensors, graph)
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .fp8_reference import MxAttention
+
+        found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
+        return tuple(found[port] for port in self.results)

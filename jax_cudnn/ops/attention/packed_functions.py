@@ -1,0 +1,352 @@
+"""Attention over packed sequences, and over one array of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core.errors import GraphError, shown
+from ..._core.graph.options import Options
+from ..._core.graph.trace import GraphFunction
+from ..arguments import chosen, flags, floating, int32, number
+from .base import BOTTOM_RIGHT, TOP_LEFT
+from .nodes import Sdpa
+from .operands import (
+    additive,
+    check_operands,
+    check_size,
+    fill_with_mean,
+    fully_masked_rows,
+    lengths_of,
+    masking,
+    scaled,
+    unmask_rows,
+    window_bounds,
+)
+from .reference import Band
+
+
+def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
+    from .packed import PackedSdpa  # lazy, for a fast import
+
+    ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
+    if bias is not None:
+        ports["bias"] = bias
+    queries, keys = limits
+    node = PackedSdpa(Sdpa.create(**attributes), queries, keys, q.shape[0], k.shape[0])
+    return g._append(node, {port: x._state for port, x in ports.items()})
+
+
+PACKED = GraphFunction(_packed, name="packed_dot_product_attention")
+
+
+def packed_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    query_offsets: jax.Array,
+    max_query_length: int,
+    key_value_offsets: jax.Array | None = None,
+    max_key_value_length: int | None = None,
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Scaled dot-product attention over variable-length sequences, packed along the token axis.
+
+    Sequence i holds the tokens ``offsets[i]`` to ``offsets[i + 1] - 1``, without padding, and its
+    queries see only its own keys: ``softmax(scale * query key^T + bias) value`` for each head (the
+    THD layout). Letters: B sequences, T queries and S keys in total, N query heads, K key and value
+    heads, H and E the head sizes of keys and of values. Offsets follow from lengths by
+    ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
+
+    Args:
+        query: (T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
+        key: (S, K, H), of query's dtype. Each key head serves N / K consecutive query heads.
+        value: (S, K, E), of query's dtype. E may differ from H.
+        bias: added to the scaled scores, indexed by position in a sequence; broadcast to (B, N,
+            max_query_length, max_key_value_length) and rounded to query's dtype. Differentiable.
+        query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
+            after the last offset belong to no sequence.
+        max_query_length: at least the largest number of queries in a sequence; excess queries are
+            ignored, and their results are 0. Each value needs its own plan, so use few.
+        key_value_offsets: (B + 1,) in int32, between 0 and S; by default ``query_offsets``.
+        max_key_value_length: the same for keys; by default max_query_length for self-attention,
+            otherwise S.
+        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        is_causal: a query sees keys up to its own position in the sequence.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
+        bottom_right: align the last query of a sequence with its last key. By default the first
+            ones are aligned.
+        return_residual: also return the log-sum-exp of each row.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (T, N, E) of query's dtype. With ``return_residual`` also the natural log-sum-exp of
+    the softmax's input, (T, N) in float32. Queries that see no key, and tokens of no sequence, have
+    results and gradients of 0 and a residual of -inf. Both results are differentiable.
+
+    Memory is linear in the number of tokens; cuDNN's workspace for the backward pass holds the
+    query gradient in float32. Offsets are clipped to the valid range, so no other memory is read.
+    All tokens must be finite: a tile at the end of a sequence may read the next one, with weight 0.
+
+    Under vmap the calls run sequentially; pass all sequences in one call instead.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
+
+    Source: cuDNN documentation, "Scaled Dot Product Attention", ragged tensors.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> q, k = jnp.ones((100, 8, 64), "bfloat16"), jnp.ones((100, 2, 64), "bfloat16")
+        >>> offsets = jnp.array([0, 30, 90], "int32")  # sequences of 30 and 60 tokens
+        >>> jc.ops.packed_dot_product_attention(
+        ...     q, k, k, query_offsets=offsets, max_query_length=64, is_causal=True
+        ... ).shape
+        (100, 8, 64)
+    """
+    is_causal, bottom_right, return_residual = flags(
+        is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
+    )
+    query, key, value = (
+        _tokens(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    check_operands(query[None], key[None], value[None])
+    query, scale = scaled(query, scale)
+    left, right = window_bounds(local_window_size)
+    queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
+    given = [_limit("max_query_length", max_query_length), most[1]]
+    if key_value_offsets is None:
+        keys, given[1] = queries, given[0]
+    else:
+        keys = _offsets("key_value_offsets", key_value_offsets)
+    if keys.shape != queries.shape:
+        raise GraphError(
+            "key_value_offsets and query_offsets have different shapes",
+            expected=f"int32{list(queries.shape)}, the shape of query_offsets",
+            got=f"int32{list(keys.shape)}",
+        )
+    if max_key_value_length is not None:
+        given[1] = _limit("max_key_value_length", max_key_value_length)
+    batch, heads = queries.shape[0] - 1, query.shape[1]
+    bias = _bias(bias, (batch, heads, *given), query)
+    # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
+    limits = tuple(
+        max(1, min(size, tokens)) if isinstance(tokens, int) else size
+        for size, tokens in zip(given, most, strict=True)
+    )
+    if bias is not None and limits != (*given,):
+        bias = bias[:, :, : limits[0], : limits[1]]
+    if 0 in (batch, *query.shape, *key.shape, *value.shape):
+        out = jnp.zeros((*query.shape[:2], value.shape[2]), query.dtype)
+        statistic = jnp.full(query.shape[:2], -jnp.inf)
+        return (out, statistic) if return_residual else out
+    queries, keys = (jnp.clip(x, 0, size) for x, size in zip((queries, keys), most, strict=True))
+    out, statistic = chosen(PACKED, options, None, implementation)(
+        query, key, value, bias,
+        {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
+        _in_elements(queries, keys, query, key, value),
+        limits=limits,
+        attn_scale=float(scale),
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=0 if is_causal else right,
+    )  # fmt: skip
+    return (out, statistic[..., 0]) if return_residual else out
+
+
+def _tokens(name: str, x: Any) -> jax.Array:
+    x = floating(name, x)
+    if x.ndim != 3:
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected="rank 3 (tokens, heads, head size): (T, N, H), (S, K, H) and (S, K, E)",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    return x
+
+
+def _offsets(name: str, x: Any) -> jax.Array:
+    x = int32(name, x)
+    if x.ndim != 1 or x.shape[0] < 1 or x.dtype != jnp.int32:
+        raise GraphError(
+            f"{name} is not valid",
+            expected="int32[B + 1], the start of each sequence and the end of the last one",
+            got=f"{x.dtype}{list(x.shape)}",
+            fix='from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")',
+        )
+    return x
+
+
+def _limit(name: str, x: Any) -> int:
+    if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
+        raise GraphError(
+            f"{name} is not valid",
+            expected="a Python integer of at least 1",
+            got=shown(x),
+            why="it is static: each value needs its own plan",
+        )
+    return int(x)
+
+
+def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
+    return jnp.clip(jnp.diff(offsets), 0, limit).reshape(-1, 1, 1, 1)
+
+
+def _in_elements(
+    queries: jax.Array, keys: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
+) -> dict[str, jax.Array]:
+    """The offsets within each array, counted in elements."""
+    n, h = query.shape[1:]
+    k, e = value.shape[1:]
+    per_token = {"q": n * h, "o": n * e, "stats": n}
+    found = {kind: queries * size for kind, size in per_token.items()}
+    found |= {"k": keys * (k * h), "v": keys * (k * e)}
+    return {f"ragged_offset_{kind}": x.reshape(-1, 1, 1, 1) for kind, x in found.items()}
+
+
+def _bias(bias: Any, scores: tuple[int, ...], query: jax.Array) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = floating("bias", bias)
+    shape = (*(1,) * (4 - bias.ndim), *bias.shape)
+    if bias.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
+        raise GraphError(
+            "bias does not fit the scores",
+            expected="a shape that broadcasts to (B, N, max_query_length, max_key_value_length) = "
+            f"{list(scores)}",
+            got=f"shape {list(bias.shape)}",
+        )
+    return bias.astype(query.dtype).reshape(shape)
+
+
+def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
+    from .qkv import QkvSdpa  # lazy, for a fast import
+
+    ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
+    if lengths is not None:
+        ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    node = QkvSdpa(Sdpa.create(**attributes), heads)
+    return g._append(node, {port: x._state for port, x in ports.items()})
+
+
+QKV = GraphFunction(_qkv, name="dot_product_attention_qkv")
+
+
+def dot_product_attention_qkv(
+    qkv: jax.Array,
+    num_heads: int | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Self-attention over queries, keys and values stored in one array, without copying them.
+
+    ``dot_product_attention(qkv[:, :, :N], qkv[:, :, N : N + K], qkv[:, :, N + K :])``, without the
+    copies of the three slices that XLA would make; the backward pass writes one array of gradients,
+    without a concatenation. A joint projection computes qkv as
+    ``jnp.einsum("btm,mhd->bthd", x, weights)``, with weights (model, N + 2 K, H). Letters: B batch
+    elements, T tokens, N query heads, K key and value heads, H the head size.
+
+    Args:
+        qkv: (B, T, N + 2 K, H), query heads first, then key heads, then value heads, with
+            ``num_heads``; or (B, T, 3, N, H). dtypes as in :func:`dot_product_attention`.
+        num_heads: N, the number of query heads. Each key head serves N / K consecutive ones.
+        bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, T) and rounded
+            to qkv's dtype. Differentiable.
+        mask: True where a query sees a key, broadcast like bias; it becomes a bias in memory.
+        scale: factor of the scores, a Python scalar, by default ``H**-0.5``.
+        is_causal: a query sees keys up to its own position.
+        query_seq_lengths: (B,) in int32, the number of queries of each batch element; rows after
+            it are 0.
+        key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
+            finite.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
+        bottom_right: align the last query with the last key.
+        return_residual: also return the log-sum-exp of each row.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (B, T, N, H), and with ``return_residual`` (B, T, N) in float32, both as in
+    :func:`dot_product_attention`.
+
+    cuDNN cannot read other orders of heads, such as interleaved query, key and value heads: pass
+    the parts to :func:`dot_product_attention`, which costs a copy.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
+
+    Source: cuDNN documentation, "Scaled Dot Product Attention", strides.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> qkv = jnp.ones((2, 128, 8 + 2 * 2, 64), "bfloat16")
+        >>> jc.ops.dot_product_attention_qkv(qkv, 8, is_causal=True).shape
+        (2, 128, 8, 64)
+    """
+
+    is_causal, bottom_right, return_residual = flags(
+        is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
+    )
+    qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
+    check_size(qkv.shape[-1], qkv)
+    scale = qkv.shape[-1] ** -0.5 if scale is None else number("scale", scale)
+    left, right = window_bounds(local_window_size)
+    b, t, _, size = qkv.shape
+    query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
+    ends = lengths_of(query_seq_lengths, key_value_seq_lengths, query, key)
+    right = 0 if is_causal else right
+    mask = masking(mask, query, key)
+    rows = fully_masked_rows(mask, query, key, band=Band(left, right, bottom_right), lengths=ends)
+    out, statistic = chosen(QKV, options, None, implementation)(
+        qkv, additive(bias, unmask_rows(mask, rows), query, key), ends,
+        heads=heads,
+        attn_scale=scale,
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=right,
+    )  # fmt: skip
+    if rows is not None:
+        values = jnp.swapaxes(qkv[:, :, -of_keys:], 1, 2)
+        out, statistic = fill_with_mean(jnp.swapaxes(out, 1, 2), statistic, values, rows, ends)
+        out = jnp.swapaxes(out, 1, 2)
+    return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
+
+
+def _parts(qkv: jax.Array, heads: Any) -> tuple[jax.Array, int, int]:
+    """The array with rank 4, and its numbers of query heads and key heads."""
+    if qkv.ndim == 5 and qkv.shape[2] == 3 and heads in (None, qkv.shape[3]):
+        b, t, _, n, h = qkv.shape
+        return qkv.reshape(b, t, 3 * n, h), n, n
+    valid = isinstance(heads, (int, np.integer)) and not isinstance(heads, bool) and heads > 0
+    of_keys = (qkv.shape[2] - heads) // 2 if qkv.ndim == 4 and valid else 0
+    if of_keys < 1 or qkv.shape[2] != heads + 2 * of_keys or heads % of_keys:
+        raise GraphError(
+            "qkv and num_heads do not fit together",
+            expected="(B, T, 3, N, H), or (B, T, N + 2 K, H) with num_heads=N, a multiple of K",
+            got=f"{list(qkv.shape)}, num_heads={heads!r}",
+        )
+    return qkv, int(heads), of_keys

@@ -1,0 +1,278 @@
+"""Attention over a paged cache of keys and values, and writing tokens to the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.errors import GraphError, GraphTypeError
+from ..._core.graph.options import Options
+from ..._core.graph.trace import GraphFunction
+from ..arguments import chosen, flags, floating, int32
+from .base import BOTTOM_RIGHT, TOP_LEFT
+from .nodes import Sdpa
+from .operands import check_size, computed, scaled, window_bounds
+
+
+def _paged(g, q, k, v, integers, *, heads_first, **attributes):
+    from .paged import PagedSdpa  # lazy, for a fast import
+
+    ports = {"q": q, "k": k, "v": v, **integers}
+    node = PagedSdpa(Sdpa.create(**attributes), heads_first)
+    return g._append(node, {port: x._state for port, x in ports.items()})
+
+
+PAGED = GraphFunction(_paged, name="paged_dot_product_attention")
+
+
+def paged_dot_product_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    page_table: jax.Array,
+    *,
+    key_value_seq_lengths: jax.Array,
+    query_seq_lengths: jax.Array | None = None,
+    value_page_table: jax.Array | None = None,
+    heads_first: bool = False,
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Scaled dot-product attention over a paged cache of keys and values, as used for serving.
+
+    Token t of batch element b is in slot ``t % U`` of page ``page_table[b, t // U]``. Each head
+    computes ``softmax(scale * query key^T) value`` over these tokens, without gathering them in
+    memory. One query per batch element is a decoding step; several with ``is_causal`` are a prefill
+    (the last part of a prompt, whose keys are already in the pages). Letters: B batch elements, T
+    queries, n pages per batch element, P pages of U tokens in total, N query heads, K key and value
+    heads, H and E the head sizes of keys and of values.
+
+    Args:
+        query: (B, T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
+        key_pages: (P, U, K, H), of query's dtype. Each key head serves N / K consecutive query
+            heads.
+        value_pages: (P, U, K, E), of query's dtype.
+        page_table: (B, n) in int32, indices in [0, P). Entries after a sequence's length may be
+            anything. Indices are clipped to this range, so no other memory is read.
+        key_value_seq_lengths: (B,) in int32, the number of keys of each batch element, at most
+            n * U. Slots after it must hold finite values: kernels may read them, with weight 0.
+        query_seq_lengths: (B,) in int32, the number of queries, by default T; rows after it are 0.
+        value_page_table: the same for value_pages, by default page_table. If one cache holds keys
+            in its even pages and values in its odd ones, pass it as both, with the tables
+            ``2 * t`` and ``2 * t + 1``.
+        heads_first: pages are (P, K, U, H) and (P, K, U, E). Neither form is copied.
+        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        is_causal: a query sees keys up to its own position.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
+        bottom_right: align the last query of a batch element with its last key; if False, align
+            the first ones.
+        return_residual: also return the log-sum-exp of each row.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key. With ``return_residual``
+    also the natural log-sum-exp of the softmax's input, (B, T, N) in float32.
+
+    Derivatives run in XLA, which gathers the keys of a few batch elements at a time: cuDNN has no
+    derivative for paged keys. If vmap does not map the pages, its axis joins the batch.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180; cuDNN documentation, "Scaled Dot Product Attention",
+    paged attention.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> query, pages = jnp.ones((2, 1, 8, 64), "bfloat16"), jnp.ones((9, 16, 2, 64), "bfloat16")
+        >>> table, lengths = jnp.array([[3, 1], [0, 8]], "int32"), jnp.array([20, 7], "int32")
+        >>> jc.ops.paged_dot_product_attention(
+        ...     query, pages, pages, table, key_value_seq_lengths=lengths
+        ... ).shape
+        (2, 1, 8, 64)
+    """
+    heads_first, is_causal, bottom_right, return_residual = flags(
+        heads_first=heads_first,
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        return_residual=return_residual,
+    )
+    query, keys, values = (
+        _rank_four(name, x)
+        for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))
+    )
+    _check(query, keys, values, heads_first)
+    query, scale = scaled(query, scale)
+    left, right = window_bounds(local_window_size)
+    right = 0 if is_causal else right
+    batch, count = query.shape[:2]
+    if count == 1 and bottom_right:
+        right = None  # the last query sees all keys anyway, and cuDNN has faster engines for this
+    tables = {
+        "page_table_k": _table("page_table", page_table, batch, keys.shape[0]),
+        "page_table_v": _table(
+            "value_page_table",
+            page_table if value_page_table is None else value_page_table,
+            batch,
+            values.shape[0],
+        ),
+    }
+    pages = {x.shape[2] for x in tables.values()}
+    if len(pages) > 1:
+        raise GraphError(
+            "page_table and value_page_table have different shapes",
+            expected="the same number of pages per batch element for keys and values",
+            got=" and ".join(map(str, sorted(pages))),
+        )
+    if query_seq_lengths is None:
+        query_seq_lengths = jnp.full(batch, count, jnp.int32)
+    most = pages.pop() * keys.shape[2 if heads_first else 1]
+    lengths = (
+        _lengths("query_seq_lengths", query_seq_lengths, batch, count),
+        _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
+    )
+    lengths = computed(count, *lengths)
+    if 0 in query.shape:
+        out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
+        return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
+    out, statistic = chosen(PAGED, options, None, implementation)(
+        query, keys, values,
+        tables | dict(zip(("seq_len_q", "seq_len_kv"), lengths, strict=True)),
+        heads_first=heads_first,
+        attn_scale=float(scale),
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=right,
+    )  # fmt: skip
+    return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
+
+
+def write_pages(
+    pages: jax.Array,
+    new: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    seq_lengths: jax.Array | None = None,
+    heads_first: bool = False,
+) -> jax.Array:
+    """Write new tokens to pages in the layout of :func:`paged_dot_product_attention`.
+
+    Token t of ``new[b]`` goes to position ``positions[b] + t`` of batch element b. Under
+    ``jax.jit`` with donated pages (``donate_argnums``) the update is in place.
+
+    Args:
+        pages: (P, U, K, H), or (P, K, U, H) with ``heads_first``.
+        new: (B, T, K, H); cast to the dtype of pages.
+        page_table: (B, n) in int32. Tokens for a page out of range, or after a batch element's
+            last page, are dropped.
+        positions: (B,) in int32, the number of tokens that each batch element already has.
+        seq_lengths: (B,) in int32, how many of the T tokens are valid; by default all.
+        heads_first: pages are (P, K, U, H).
+
+    Returns: the shape and dtype of pages.
+
+    Raises:
+        GraphError: shapes or dtypes do not fit.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> pages, new = jnp.zeros((9, 16, 2, 64)), jnp.ones((2, 1, 2, 64))
+        >>> table, lengths = jnp.array([[3, 1], [0, 8]], "int32"), jnp.array([20, 7], "int32")
+        >>> pages = jc.ops.write_pages(pages, new, table, lengths)
+        >>> bool((pages[1, 4] == 1).all() and (pages[0, 7] == 1).all())
+        True
+    """
+    pages, new = _rank_four("pages", pages), _rank_four("new", new)
+    count, tokens = pages.shape[0], pages.shape[2 if heads_first else 1]
+    sizes = (pages.shape[1 if heads_first else 2], pages.shape[3])
+    batch, length = new.shape[:2]
+    if new.shape[2:] != sizes:
+        raise GraphError(
+            "new does not fit the pages",
+            expected=f"(B, T, K, H) with K, H = {list(sizes)}",
+            got=str(list(new.shape)),
+        )
+    table = _integers("page_table", page_table, (batch, None))
+    first = _integers("positions", positions, (batch,))
+    step = jnp.arange(length, dtype=jnp.int32)[None, :]
+    at = first[:, None] + step
+    page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
+    there = (at >= 0) & (page >= 0)
+    if seq_lengths is not None:
+        there &= step < _integers("seq_lengths", seq_lengths, (batch,))[:, None]
+    page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
+    new = new.astype(pages.dtype)
+    if count == 0:
+        return pages
+    if heads_first:
+        return pages.at[page, :, slot].set(new, mode="drop")
+    return pages.at[page, slot].set(new, mode="drop")
+
+
+def _rank_four(name: str, x: Any) -> jax.Array:
+    x = floating(name, x)
+    if x.ndim != 4:
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected="query and new (B, T, N, H), pages (P, U, K, H)",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    return x
+
+
+def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bool) -> None:
+    token, head = (2, 1) if heads_first else (1, 2)
+    n, h = query.shape[2:]
+    k = keys.shape[head]
+    fits = keys.shape[3] == h and keys.shape[1:3] == values.shape[1:3]
+    if not fits or k == 0 or n % k or 0 in (keys.shape[0], values.shape[0], keys.shape[token]):
+        lies = "P, K, U" if heads_first else "P, U, K"
+        raise GraphError(
+            "query and pages do not fit together",
+            expected=f"(B, T, N, H), ({lies}, H) and ({lies}, E), with N a multiple of K and at "
+            "least one page",
+            got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
+            fix="set heads_first=True for pages (P, K, U, H), and False for (P, U, K, H)",
+        )
+    check_size(h, query)
+    if not query.dtype == keys.dtype == values.dtype:
+        raise GraphTypeError(
+            "query and pages have different dtypes",
+            expected="one dtype",
+            got=f"{query.dtype}, {keys.dtype} and {values.dtype}",
+            fix="cast them before the call",
+        )
+
+
+def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
+    x = int32(name, x)
+    fits = x.ndim == len(shape) and all(
+        size in (None, own) for size, own in zip(shape, x.shape, strict=True)
+    )
+    if not fits or x.dtype != jnp.int32 or 0 in x.shape[1:]:
+        wanted = ", ".join("n" if size is None else str(size) for size in shape)
+        raise GraphError(
+            f"{name} is not valid", expected=f"int32[{wanted}]", got=f"{x.dtype}{list(x.shape)}"
+        )
+    return x
+
+
+def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
+    """(B, 1, n, 1), with indices of existing pages."""
+    return jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)[:, None, :, None]
+
+
+def _lengths(name: str, x: Any, batch: int, most: int) -> jax.Array:
+    return jnp.clip(_integers(name, x, (batch,)), 0, most).reshape(batch, 1, 1, 1)

@@ -1,0 +1,201 @@
+"""Combine a score_mod with band and lengths into one value, cached while the function lives."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...._core.errors import GraphTypeError
+from ...._core.graph.dims import Shape
+from ...._core.graph.dtypes import FLOATS
+from ...._core.graph.source import defined_at
+from ...._core.graph.spec import GraphSpec
+from ..reference import Band
+from .emission import before_causal_mask
+from .trace import Traced
+from .value import PORT, ScoreMod, is_number
+
+_ALL = Band()
+_MANY = 256  # cached shapes per function
+
+_Known = dict[Any, tuple[ScoreMod, tuple[int, ...]]]
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+def written(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    scores: Shape,
+    band: Band = _ALL,
+    lengths: Sequence[Any] = (),
+    truths: tuple[int, ...] = (),
+    numbers: bool = True,
+    kind: str = "float32",
+) -> tuple[ScoreMod, list[Any]]:
+    """A user's function followed by the band and the lengths, as one value, and the operands that
+    it reads, given or captured. It gets operands at ``truths`` as booleans.
+
+    Equal functions and shapes are traced once, while such a function lives; functions that capture
+    arrays are traced at each call, as these may change. With ``numbers``, known arrays of one
+    element become constants of the graph, otherwise operands.
+    """
+    everything = [*operands, *lengths]
+    avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
+    known, key = _known_of(function), (scores, avals, len(lengths), band, truths, kind)
+    found = known.get(key)
+    if found is None:
+        _check_parameters(function, len(operands))
+        user = _Truths(function, truths) if truths else function
+        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers, kind)
+        found = mod, read
+        everything += traced.arrays
+        if len(known) >= _MANY:
+            known.clear()
+        if not (traced.closes_over or traced.arrays):
+            known[key] = found
+    mod, read = found
+    return mod, [everything[i] for i in read]
+
+
+def _known_of(function: Any) -> _Known:
+    """The cache of a function; empty if it is not hashable or cannot be weakly referenced."""
+    try:
+        return _known.setdefault(function, {})
+    except TypeError:
+        return {}
+
+
+def _check_parameters(function: Callable[..., Any], operands: int) -> None:
+    """GraphTypeError if a function takes a different number of arguments."""
+    try:
+        inspect.signature(function).bind(*range(5 + operands))
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        raise GraphTypeError(
+            f"score_mod does not accept its arguments: {error}",
+            expected="f(score, b, h, q, kv, *score_mod_operands)",
+            got=f"{operands} score_mod_operands",
+            where=defined_at(function),
+        ) from None
+
+
+def _written(
+    function: Callable[..., Any],
+    avals: Sequence[tuple[Shape, str]],
+    scores: Shape,
+    band: Band,
+    count: int,
+    numbers: bool,
+    kind: str,
+) -> tuple[ScoreMod, tuple[int, ...], Traced]:
+    """The function of ``count`` operands, followed by the lengths, and the indices of the operands,
+    followed by captured arrays, that it reads."""
+    lengths = len(avals) > count
+    traced = Traced(scores, avals[:count], numbers, kind)
+    spec, read = traced.write(function)
+    hides = getattr(function, "hides_queries", None)
+    if hides is None:
+        hides = not _is_finite(spec)
+    if lengths or band != Band(bottom_right=band.bottom_right):
+        hides = hides or lengths or _hides(band, *scores[2:])
+        traced = Traced(scores, avals, numbers, kind)
+        spec, read = traced.write(_Seen(function, scores[2:], band, count))
+    ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
+    spec = spec.canonical()
+    inner = before_causal_mask(spec)
+    first = inner is not None and is_number(ScoreMod(inner, (), hides), (1, 1, 1, 1), 0)
+    return ScoreMod(spec, ports, hides, first), read, traced
+
+
+# Operations whose results are finite for finite operands, apart from float32 overflow.
+_FINITE = {
+    *("add", "sub", "mul", "neg", "abs", "min", "max", "floor", "ceil", "sqrt", "identity"),
+    *("tanh", "sigmoid", "erf", "sin", "cos", "gen_index"),
+}
+
+
+def _is_finite(spec: GraphSpec) -> bool:
+    """Whether a function provably maps finite scores to finite ones, so that it hides no key."""
+    score, *others = spec.inputs
+    finite = {t.name for t in spec.constants if math.isfinite(t.value or 0)}
+    finite |= {score, *(name for name in others if spec.tensor(name).dtype not in FLOATS)}
+    for call in spec.calls:
+        method, operands = call.node.method, [n for p, n in call.inputs if p != "mask"]
+        known = method in _FINITE or method == "binary_select"
+        if method == "div":
+            known = bool(spec.tensor(operands[1]).value)
+        if method.startswith("cmp_") or (known and finite >= {*operands}):
+            finite |= {name for _, name in call.outputs}
+    return finite >= {*spec.outputs}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A score_mod followed by -inf outside of a band and of the lengths, which are the operands
+    after the first ``count``."""
+
+    function: Callable[..., Any]
+    sizes: tuple[int, ...]
+    band: Band
+    count: int
+
+    @property
+    def __code__(self) -> Any:  # errors name the user's function
+        return getattr(self.function, "__code__", None)
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+        lengths = operands[self.count :]
+        left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
+        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
+        if lengths and bottom_right and right == 0:
+            del seen[1]  # the last query sees the last key, and none after it
+        queries, keys = lengths if lengths else self.sizes
+        at, position = q, kv
+        if bottom_right and lengths:  # cuDNN broadcasts a length only with an index
+            at, position = q + keys, kv + queries
+        elif bottom_right and keys != queries:
+            at = q + (keys - queries)
+        if right is not None:
+            seen.append(position <= (at + right if right else at))
+        if left is not None:
+            seen.append(position + left > at)
+        changed = self.function(score, b, h, q, kv, *operands[: self.count])
+        for one in seen[1:]:
+            seen[0] = seen[0] & one
+        return jnp.where(seen[0], changed, -jnp.inf) if seen else changed
+
+
+def _hides(band: Band, queries: int, keys: int) -> bool:
+    """Whether the band hides all keys of some query, for these numbers of queries and keys."""
+    shift = keys - queries if band.bottom_right else 0
+    before = band.right is not None and shift + band.right < 0
+    return before or (band.left is not None and queries + shift - band.left > keys - 1)
+
+
+@dataclass(frozen=True)
+class _Truths:
+    """A score_mod with boolean operands, which graphs represent as 1 and 0."""
+
+    function: Callable[..., Any]
+    places: tuple[int, ...]
+
+    @property
+    def hides_queries(self) -> bool | None:
+        return getattr(self.function, "hides_queries", None)
+
+    @property
+    def __code__(self) -> Any:  # errors name the user's function
+        return getattr(self.function, "__code__", None)
+
+    def __call__(self, *arguments: Any) -> Any:
+        given, operands = arguments[:5], arguments[5:]
+        return self.function(
+            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
+        )

@@ -1,0 +1,4 @@
+"""Convolutions."""
+
+from . import backward as backward
+from . import forward as forward

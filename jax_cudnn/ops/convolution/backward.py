@@ -1,0 +1,306 @@
+"""The gradients of a convolution with respect to its image (dgrad) and weight (wgrad)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Shape
+from ..._core.graph.dtypes import itemsize
+from ..._core.graph.example import Example
+from ..._core.graph.node import ONE_ELEMENT
+from ..._core.graph.promotion import product_dtype
+from ..._core.reasons import Reason
+from .base import SOLVERS, ConvolutionGradient, Roles
+from .reference import convolved, cropped
+
+if TYPE_CHECKING:
+    from ..._core.graph.spec import GraphSpec, Tensor
+
+
+@register
+class ConvDgrad(ConvolutionGradient):
+    """Gradient of a convolution with respect to its image.
+
+    ``DX[n, g*i + c, x] = sum over k, y, r of loss[n,k,y] * filter[k,c,r]`` where ``stride*y +
+    dilation*r - pre_padding = x`` and ``g`` is the group of ``k``: the image's cotangent from
+    ``jax.vjp`` of ``conv_fprop``.
+
+    Args:
+        loss: (N, K, *spatial), the cotangent of the forward's output.
+        filter: (K, C / groups, *spatial), the weight of the forward.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: as in the forward.
+        out_dims: the shape of DX; the number of groups follows from its channels. Default: one
+            group and the smallest image that gives this loss, ``(y - 1)*stride +
+            dilation*(r - 1) + 1 - pre_padding - post_padding``. ``.set_dim([...])`` on the result
+            is equivalent, as in pygraph.
+
+    Element types as in ``conv_fprop``. Raises GraphError if the shapes do not fit. Source:
+    cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA``.
+    """
+
+    method = "conv_dgrad"
+    dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
+    batch = "n"
+    roles = Roles("DX", "filter", "loss")
+    jax_names = ("conv_transpose",)
+    deterministic = False
+    requires = (
+        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
+        "supports both, float8 with one group, strides of 1, channels in multiples of 16 and no "
+        "flipped filter"
+    )
+    examples = (
+        Example(
+            {"loss": (8, 64, 28, 28), "filter": (64, 32, 3, 3)}, "bfloat16", {"padding": [1, 1]}
+        ),
+        Example(
+            {"loss": (4, 64, 14, 15), "filter": (64, 32, 3, 3)},
+            "float16",
+            {"padding": [1, 1], "stride": [2, 1], "out_dims": [4, 32, 28, 15]},
+        ),
+        Example(
+            {"loss": (2, 32, 16, 16), "filter": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
+        ),
+        Example({"loss": (4, 24, 24), "filter": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
+        Example(
+            {"loss": (2, 32, 6, 9, 8), "filter": (32, 4, 3, 3, 3)},
+            "float16",
+            {"padding": [1, 1, 1], "out_dims": [2, 16, 6, 9, 8]},
+        ),
+        Example(
+            {"loss": (4, 32, 7, 7), "filter": (32, 1, 3, 3)},
+            "bfloat16",
+            {
+                "pre_padding": [0, 1],
+                "post_padding": [1, 0],
+                "stride": [2, 2],
+                "out_dims": [4, 32, 15, 14],
+                "convolution_mode": "CONVOLUTION",
+            },
+        ),
+        Example({"loss": (2, 16, 5, 5), "filter": (16, 16, 3, 3)}, "int8", alone=False),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        loss, filter = inputs["loss"], inputs["filter"]
+        rank = len(filter.shape) - 2
+        image = []
+        if len(loss.shape) == len(filter.shape):  # otherwise forward_shape raises
+            pre, post, stride, dilation = self.spatial(rank)
+            image = [
+                (y - 1) * s + d * (r - 1) + 1 - before - after
+                for y, r, before, after, s, d in zip(
+                    loss.shape[2:], filter.shape[2:], pre, post, stride, dilation, strict=True
+                )
+            ]
+        shape = self.default_dims("DX", (loss.shape[0], filter.shape[1]), *image)
+        self.check_forward(_named(loss, "DX", shape), filter, loss)
+        return {"DX": (shape, product_dtype(inputs))}
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        # Measured on an H200 with cuDNN 9.19: for 16 bits cuDNN refuses this, for float32 it
+        # computes wrong results (relative error 1.0).
+        if any(step > 1 for step in self.stride) and len(graph.calls) > 1:
+            return Reason("it has strides and the graph has other operations")
+        return super().refuses(tensors, graph)
+
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
+        strided = any(step > 1 for step in self.stride)
+        return super().pattern(tensors) + " strided" * strided
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
+
+    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+        # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
+        # 16 bits. On an H100: if the padding before and after differs, engine 50 is wrong for
+        # float32 (relative error 1.4).
+        wide = tensors["DX"].dtype == "float32" != tensors["loss"].dtype
+        uneven = (50,) if self.pre_padding != self.post_padding else ()
+        return (*uneven, *((8,) if wide else super().distrusted(tensors, graph)))
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
+        filter = self.cross_correlated(filter)
+        (k, i, *r), y = filter.shape, loss.shape[2:]
+        pre, post, stride, dilation = self.spatial(len(r))
+        reach = [d * (size - 1) for d, size in zip(dilation, r, strict=True)]
+        if self.out_dims is not None:
+            x, groups = self.out_dims[2:], self.out_dims[1] // i
+        else:
+            ends = zip(y, stride, reach, pre, post, strict=True)
+            x, groups = [(n - 1) * s + e + 1 - b - a for n, s, e, b, a in ends], 1
+        # The loss, dilated by the stride, is correlated with the flipped filter.
+        before = [e - b for e, b in zip(reach, pre, strict=True)]
+        after = [
+            size + e - (n - 1) * s - 1 - b
+            for size, e, n, s, b in zip(x, reach, y, stride, before, strict=True)
+        ]
+        loss, padding, spread = cropped(loss, list(zip(before, after, strict=True)), stride)
+        flipped = jnp.flip(filter, tuple(range(2, filter.ndim)))
+        axes = tuple(range(len(r) + 2))
+        if groups == 1:  # XLA finds its backward convolution in this form only
+            by_group, of_filter = flipped, (1, 0, *axes[2:])
+        else:
+            by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
+            by_group, of_filter = by_group.reshape(groups * i, k // groups, *r), axes
+        out = convolved(
+            loss,
+            by_group,
+            [1] * len(r),
+            padding,
+            lhs_dilation=spread,
+            rhs_dilation=dilation,
+            dimension_numbers=jax.lax.ConvDimensionNumbers(axes, of_filter, axes),
+            feature_group_count=groups,
+            precision=precision,
+            accumulator=self.accumulator,
+        )
+        return (out,)
+
+
+@register
+class ConvWgrad(ConvolutionGradient):
+    """Gradient of a convolution with respect to its weight.
+
+    ``DW[k,c,r] = sum over n, y of image[n, g*i + c, stride*y + dilation*r - pre_padding] *
+    loss[n,k,y]`` where ``g`` is the group of ``k``: the weight's cotangent from ``jax.vjp`` of
+    ``conv_fprop``.
+
+    Args:
+        image: (N, C, *spatial), the image of the forward.
+        loss: (N, K, *spatial), the cotangent of the forward's output.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: as in the forward.
+        out_dims: the shape of DW; the number of groups follows from its channels. Default: one
+            group and the largest window that fits, ``(x + pre_padding + post_padding -
+            (y - 1)*stride - 1) // dilation + 1``. ``.set_dim([...])`` on the result is equivalent,
+            as in pygraph.
+
+    Element types as in ``conv_fprop``. Raises GraphError if the shapes do not fit. Source:
+    cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER``.
+    """
+
+    method = "conv_wgrad"
+    dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    roles = Roles("image", "DW", "loss")
+    broadcasts_around = ONE_ELEMENT
+    deterministic = False
+    requires = (
+        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
+        "supports both, float8 with one group, channels in multiples of 16 and no flipped weight"
+    )
+    examples = (
+        Example(
+            {"image": (8, 32, 28, 28), "loss": (8, 64, 28, 28)},
+            "bfloat16",
+            {"padding": [1, 1], "out_dims": [64, 32, 3, 3]},
+        ),
+        Example(
+            {"image": (4, 32, 28, 15), "loss": (4, 64, 14, 15)},
+            "float16",
+            {"padding": [1, 1], "stride": [2, 1], "out_dims": [64, 32, 3, 3]},
+        ),
+        Example(
+            {"image": (2, 16, 20, 20), "loss": (2, 32, 16, 16)}, "float32", {"dilation": [2, 2]}
+        ),
+        Example({"image": (4, 16, 49), "loss": (4, 24, 24)}, "bfloat16", {"stride": [2]}),
+        Example(
+            {"image": (2, 16, 6, 9, 8), "loss": (2, 32, 6, 9, 8)},
+            "float16",
+            {"padding": [1, 1, 1], "out_dims": [32, 4, 3, 3, 3]},
+        ),
+        Example(
+            {"image": (4, 32, 15, 14), "loss": (4, 32, 7, 7)},
+            "bfloat16",
+            {
+                "pre_padding": [0, 1],
+                "post_padding": [1, 0],
+                "stride": [2, 2],
+                "out_dims": [32, 1, 3, 3],
+                "convolution_mode": "CONVOLUTION",
+            },
+        ),
+        Example({"image": (2, 16, 7, 7), "loss": (2, 16, 5, 5)}, "int8", alone=False),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        image, loss = inputs["image"], inputs["loss"]
+        rank = len(image.shape) - 2
+        window = []
+        if len(loss.shape) == len(image.shape):  # otherwise forward_shape raises
+            pre, post, stride, dilation = self.spatial(rank)
+            window = [
+                (x + before + after - (y - 1) * s - 1) // d + 1
+                for x, y, before, after, s, d in zip(
+                    image.shape[2:], loss.shape[2:], pre, post, stride, dilation, strict=True
+                )
+            ]
+        shape = self.default_dims("DW", (loss.shape[1], image.shape[1]), *window)
+        self.check_forward(image, _named(image, "DW", shape), loss)
+        return {"DW": (shape, product_dtype(inputs))}
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
+
+    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+        # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding
+        # before and after differs, they are wrong, with relative errors of 7e-2 and more; engine 2
+        # (on H200, random graph 257) adds a tensor to 16-bit weights of 4 channels wrongly.
+        uneven = self.pre_padding != self.post_padding
+        channels = tensors["DW"].shape[:2] if itemsize(tensors["image"].dtype) == 2 else ()
+        wrong = (*((1, 18, 20) if uneven else ()), *((2,) if any(n % 8 for n in channels) else ()))
+        return (*wrong, *super().distrusted(tensors, graph))
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, image: jax.Array, loss: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
+        c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]
+        rank = len(x)
+        pre, post, stride, dilation = self.spatial(rank)
+        span = [s * (n - 1) + 1 for s, n in zip(stride, y, strict=True)]
+        if self.out_dims is not None:
+            i, r = self.out_dims[1], self.out_dims[2:]
+        else:
+            ends = zip(x, pre, post, span, dilation, strict=True)
+            i, r = c, [(n + b + a - w) // d + 1 for n, b, a, w, d in ends]
+        # The image is correlated with the loss, dilated by the stride; the batch is contracted, and
+        # the dilation is the step of the window.
+        after = [
+            (size - 1) * d + w - n - b
+            for size, d, w, n, b in zip(r, dilation, span, x, pre, strict=True)
+        ]
+        image, padding, _ = cropped(image, list(zip(pre, after, strict=True)), [1] * rank)
+        swapped = (1, 0, *range(2, rank + 2))
+        out = convolved(
+            image,
+            loss,
+            dilation,
+            padding,
+            rhs_dilation=stride,
+            dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
+            batch_group_count=c // i,
+            precision=precision,
+            accumulator=self.accumulator,
+        )
+        return (self.cross_correlated(out),)
+
+
+SOLVERS |= {"image": ConvDgrad, "weight": ConvWgrad}
+
+
+def _named(like: Tensor, name: str, shape: Shape) -> Tensor:
+    """A stand-in for the output in checks and errors."""
+    return dataclasses.replace(like, name=name, shape=shape)

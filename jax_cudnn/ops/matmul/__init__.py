@@ -1,0 +1,3 @@
+"""Matrix products."""
+
+from . import nodes as nodes

@@ -1,0 +1,122 @@
+"""Base classes of row normalizations, and which cuDNN engines are fast for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from ..._core.graph.node import ANY, LEAD, Node
+from ..._core.graph.spec import Tensor
+from ..._core.reasons import Reason
+from .base import NormalizationBackward, Normalizing, Phased
+from .extents import Rows
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors
+    from ..._core.graph.spec import GraphSpec
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+_REQUIRES = (
+    "the normalized dimensions are the last in memory; epsilon is a Python scalar; the fast "
+    "engines require one dtype for input, scale and result, and support row lengths such as 768, "
+    "1024 or 5120, but not 1000"
+)
+_ROUNDING = "mean and variance in float32, of distances from the mean"
+
+
+class OfRows(Normalizing):
+    """A row normalization or its backward."""
+
+    merges = True
+    prologue = ANY
+    requires = _REQUIRES
+
+    extent: ClassVar[Rows]
+    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes 3 times as long as XLA in
+    # the forward and up to 45 times in the backward. It is the only one for rows of 1000 elements.
+    slow = (1,)
+    in_front: ClassVar[type[Normalizing] | None] = None
+    """The class for a leading dimension in all operands, with a separate scale per index."""
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        x = tensors["input"]
+        axes = self.extent.reduced(x.shape, tensors["scale"].shape)
+        order = [axis for axis in graph.layout.orders[x.name] if x.shape[axis] > 1]
+        if axes and {*order[-len(axes) :]} != {*axes}:
+            return Reason(f"the normalized dimensions {list(axes)} are not the last in memory")
+        return super().refuses(tensors, graph)
+
+    def length(self, tensors: Mapping[str, Tensor]) -> int:
+        """Elements of a row."""
+        x, scale = tensors["input"].shape, tensors["scale"].shape
+        return math.prod(x[axis] for axis in self.extent.reduced(x, scale))
+
+    def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
+        """The axes that begin a row or follow the batch: with one row per batch element, nothing
+        else separates these."""
+        axes = self.extent.reduced(tensors["input"].shape, tensors["scale"].shape)
+        rows = [next(axis for axis in order if axis in axes)] if axes else []
+        return (*rows, *order[self.extent.first : 2 * self.extent.first])
+
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        """cuDNN has separate kernels for rows that fit one block of threads and for longer ones."""
+        length = self.length(tensors)
+        words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
+        return super().pattern(tensors) + words
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """Into the rows if only row-wise operands are batched; otherwise leading."""
+        of_rows = {"input", "Y", "mean", "inv_var"}
+        if batched <= of_rows and not isinstance(self, NormalizationBackward):
+            shape, scale = tensors["input"].shape, tensors["scale"].shape
+            for axis in range(self.extent.first, len(scale)):
+                longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+                if scale[axis] == 1 and self.extent.fits(longer, scale):
+                    yield {port: axis for port in tensors if port in of_rows}
+        if "epsilon" not in batched and self.in_front is not None:
+            yield dict.fromkeys(tensors, LEAD)
+
+    def broadcasts(self, port: str, axis: int) -> bool:
+        return port == "epsilon"
+
+    def folded(self, fold: dict[str, int], size: int, tensors: Tensors) -> Node:
+        if fold["input"] != LEAD:
+            return self
+        assert self.in_front is not None
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
+        return self.in_front(**fields)
+
+
+def ones(g: Derivation, scale: Tensor) -> GraphTensor:
+    """A scale of ones, for rows with a leading vmap dimension."""
+    like = Tensor("", (1, *scale.shape), scale.dtype)
+    one = g.constant(Tensor("", (), "float32", (1.0).hex()), len(like.shape))
+    return g.rounded(g.broadcast(one, like.shape), like.dtype)
+
+
+class BackwardOfRows(OfRows, NormalizationBackward):
+    """Also sums over rows, so with few rows much of the GPU is idle."""
+
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
+        # without splitting rows, which the heuristics propose first.
+        length, x = self.length(tensors), tensors["input"].shape
+        few_long_rows = length > 8192 and math.prod(x) // length <= 2048
+        return -1 if few_long_rows and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0 else 0
+
+
+class ForwardOfRows(OfRows, Phased):
+    """cuDNN fuses the operations that compute the input into the same plan."""
+
+    rounding = _ROUNDING
+    computed = ("input",)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        for call in graph.calls:
+            if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
+                # Planning crashes the process (SIGSEGV in cuDNN 9.19, float32).
+                return Reason(f"cuDNN's planner fails with {call.name} in the same plan")
+        return super().refuses(tensors, graph)

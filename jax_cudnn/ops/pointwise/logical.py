@@ -1,0 +1,256 @@
+"""Comparisons, logical operations, selection, and indices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Shape
+from ..._core.graph.example import Example
+from ..._core.graph.node import LEAD, frozen
+from ..._core.graph.promotion import result_dtype
+from ..._core.graph.wire import register_conversions
+from ..._core.reasons import Reason
+from ..transformations import anywhere
+from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.spec import GraphSpec, Tensor
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+_COMPARED = (
+    *usual("input", "comparison"),
+    Example({"input": IMAGES, "comparison": IMAGES}, "int32"),
+)
+_BOOLS = tuple(Example({"a": shape, "b": shape}, "bool") for shape in (IMAGES, ROWS))
+
+
+@elementwise(result="bool", jax_names=("equal", "eq"), examples=_COMPARED)
+def cmp_eq(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input == comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_EQ``.
+    """
+    return input == comparison
+
+
+@elementwise(result="bool", jax_names=("not_equal", "ne"), examples=_COMPARED)
+def cmp_neq(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input != comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); True where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_NEQ``.
+    """
+    return input != comparison
+
+
+@elementwise(result="bool", jax_names=("greater", "gt"), examples=_COMPARED)
+def cmp_gt(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input > comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GT``.
+    """
+    return input > comparison
+
+
+@elementwise(result="bool", jax_names=("greater_equal", "ge"), examples=_COMPARED)
+def cmp_ge(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input >= comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GE``.
+    """
+    return input >= comparison
+
+
+@elementwise(result="bool", jax_names=("less", "lt"), examples=_COMPARED)
+def cmp_lt(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input < comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LT``.
+    """
+    return input < comparison
+
+
+@elementwise(result="bool", jax_names=("less_equal", "le"), examples=_COMPARED)
+def cmp_le(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input <= comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LE``.
+    """
+    return input <= comparison
+
+
+@elementwise(dtypes=("bool",), jax_names=("logical_and", "bitwise_and"), examples=_BOOLS)
+def logical_and(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether both booleans are true; dimensions of size 1 broadcast.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_AND``.
+    """
+    return jnp.logical_and(a, b)
+
+
+@elementwise(dtypes=("bool",), jax_names=("logical_or", "bitwise_or"), examples=_BOOLS)
+def logical_or(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether at least one boolean is true; dimensions of size 1 broadcast.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_OR``.
+    """
+    return jnp.logical_or(a, b)
+
+
+@elementwise(
+    dtypes=("bool",),
+    jax_names=("logical_not", "bitwise_not", "invert"),
+    examples=usual("input", dtypes=("bool", "bool")),
+)
+def logical_not(input: jax.Array) -> jax.Array:
+    """Whether a boolean is false.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_NOT``.
+    """
+    return jnp.logical_not(input)
+
+
+@register
+class BinarySelect(Pointwise):
+    """Selects elements: ``OUT_0 = input0`` where ``mask``, otherwise ``input1``.
+
+    Args:
+        input0, input1: any numeric type.
+        mask: booleans (the result of a comparison), or numbers: nonzero selects ``input0``.
+
+    All three broadcast; the result has the promoted dtype of ``input0`` and ``input1``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_BINARY_SELECT``.
+    """
+
+    method = "binary_select"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
+    chooses = True
+    dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
+    jax_names = ("where", "select")
+    dtypes = (*Pointwise.dtypes, "bool")
+    examples = (
+        Example(
+            {"input0": IMAGES, "input1": IMAGES, "mask": IMAGES},
+            "bfloat16",
+            dtypes={"mask": "bool"},
+        ),
+        Example({"input0": ROWS, "input1": ROWS, "mask": ROWS}, "float32", dtypes={"mask": "bool"}),
+        Example({"input0": ROWS, "input1": ROWS, "mask": ROWS}, "float32", dtypes={"mask": "int8"}),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        ((output, (shape, _)),) = super().infer(inputs).items()
+        numbers = {port: tensor for port, tensor in inputs.items() if port != "mask"}
+        for port, tensor in numbers.items():
+            if tensor.dtype == "bool":
+                raise GraphTypeError(
+                    f"binary_select does not take bool for {port!r}",
+                    expected="numbers in input0 and input1, booleans in mask",
+                    got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
+                    fix="the mask is the last argument; combine booleans with logical_and and "
+                    "logical_or",
+                )
+        return {output: (shape, result_dtype(numbers))}
+
+    def reference(
+        self, input0: jax.Array, input1: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return (jnp.where(mask != 0, input0, input1),)
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "mask":
+            return None
+        first, second = (t, 0.0) if port == "input0" else (0.0, t)
+        return g.binary_select(first, second, values["mask"])
+
+
+@register
+@frozen
+class GenIndex(Pointwise):
+    """The index of each element along an axis: ``OUT_0[..., i, ...] = i``, in int32.
+
+    Args:
+        input: any array; only its shape matters.
+        axis: from 0, or negative from the end.
+
+    Raises GraphError if ``input`` has no such axis. Source: cuDNN documentation,
+    ``CUDNN_POINTWISE_GEN_INDEX``.
+    """
+
+    method = "gen_index"
+    dims = "input: *x -> OUT_0: *x"  # not "...": the position of an element matters
+    requires = (
+        "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
+        "mixes up axes 0 and 1"
+    )
+    jax_names = ("iota", "broadcasted_iota", "arange", "indices")
+    examples = (
+        Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
+        Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
+    )
+
+    axis: int
+
+    @classmethod
+    def create(cls, axis: int) -> GenIndex:
+        try:
+            return cls(operator.index(axis))
+        except TypeError:
+            raise GraphTypeError(
+                "axis is not an integer", expected="a Python integer", got=shown(axis)
+            ) from None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        shape = inputs["input"].shape
+        if not -len(shape) <= self.axis < len(shape):
+            raise GraphError(
+                "input has no such axis",
+                expected=f"axis from {-len(shape)} to {len(shape) - 1}, for {list(shape)}",
+                got=f"axis={self.axis}",
+            )
+        return {"OUT_0": (shape, "int32")}
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        # Measured on an H200 with cuDNN 9.19: after a matmul axes 0 and 1 are mixed up, and in the
+        # graph of a convolution the indices are wrong for images of 6 x 14, right for 8 x 8.
+        rank = len(tensors["input"].shape)
+        if rank == 3 and self.axis % rank != 2:
+            return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
+        if any(call.node.channels_last for call in graph.calls):
+            return Reason("cuDNN counts wrongly in a graph with a convolution")
+        return None
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (jax.lax.broadcasted_iota(jnp.int32, input.shape, self.axis % input.ndim),)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        rank = len(tensors["input"].shape)
+        return anywhere(tensors, (axis for axis in range(rank) if axis != self.axis % rank))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> GenIndex:
+        axis = self.axis % len(tensors["input"].shape)
+        return GenIndex(axis + (fold["input"] == LEAD))
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        rank = len(tensors["input"].get_dim())
+        return (pygraph.gen_index(tensors["input"], axis=self.axis % rank, **common),)
+
+
+register_conversions(to_boolean=cmp_gt(), from_boolean=BinarySelect())

@@ -1,0 +1,188 @@
+"""relu with a bit mask for its derivative, as cuDNN's normalizations write and read it.
+
+The mask of an array (N, C, ...) is an array of bytes (N, C / 8, ...): bit ``j`` of byte ``i``
+belongs to channel ``8 * i + j``. This is cuDNN's channels-last layout of booleans, so a plan writes
+and reads it directly. It takes a sixteenth of the memory of relu's 16-bit result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core.errors import GraphError, GraphTypeError
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Shape
+from ..._core.graph.dtypes import FLOATS
+from ..._core.graph.example import Example
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.wire import BITS
+from ..._core.reasons import Reason
+from .activation import Relu
+from .arithmetic import mul
+from .logical import cmp_gt
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.spec import GraphSpec, Tensor
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+# In plans these nodes become cuDNN's own, see graph/wire.py.
+_OTHERWISE = "cuDNN runs it only {}, with a mask that only g.masked reads"
+_IMAGES, _MASK = (8, 64, 14, 14), (8, 8, 14, 14)
+
+
+def _mask_shape(shape: Shape) -> Shape:
+    if len(shape) < 3 or shape[1] % BITS:
+        raise GraphError(
+            "input does not support a bit mask",
+            expected=f"(N, C, *spatial) with C a multiple of {BITS}",
+            got=f"shape {list(shape)}",
+            why="each byte of the mask covers eight channels",
+            fix="use g.relu, whose derivative reads its result instead of a mask",
+        )
+    return (shape[0], shape[1] // BITS, *shape[2:])
+
+
+def _folds(tensors: Tensors) -> Iterable[dict[str, int]]:
+    """Into the batch or the channels: the mask and the input have these axes in common."""
+    yield dict.fromkeys(tensors, 0)
+    yield dict.fromkeys(tensors, 1)
+
+
+@register
+@frozen
+class ReluMask(Node):
+    """relu, and the bit mask of its positive results: ``OUT_0 = max(input, 0)``.
+
+    The derivative reads the mask: ``g.masked(tangent, MASK)``. Use it after a batch normalization,
+    whose plan writes the mask and whose backward plan reads it.
+
+    Args:
+        input: (N, C, *spatial), C a multiple of 8.
+
+    Returns: OUT_0, like input; MASK, (N, C / 8, *spatial) of uint8, bit ``j`` of byte ``i`` for
+    channel ``8 * i + j``: whether OUT_0 is greater than 0. Source: cuDNN documentation,
+    ``CUDNN_POINTWISE_RELU_FWD`` and ``CUDNN_POINTWISE_CMP_GT`` with a result of
+    ``CUDNN_DATA_BOOLEAN``.
+    """
+
+    method = "relu_mask"
+    dims = "input: *x -> OUT_0: *x, MASK: *m"
+    dtypes = FLOATS
+    requires = "together with batchnorm"
+    masks = ("MASK",)
+    examples = (Example({"input": _IMAGES}, alone=False),)
+
+    has_mask: bool = True
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("OUT_0", "MASK") if self.has_mask else ("OUT_0",)
+
+    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
+        return (Relu(), ("input",), "OUT_0"), (cmp_gt(), ("OUT_0", 0.0), "MASK")
+
+    def without(self, results: Collection[str]) -> Node:
+        return replace(self, has_mask=False) if "MASK" in results else self
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        x = inputs["input"]
+        found = {"OUT_0": (x.shape, x.dtype), "MASK": (_mask_shape(x.shape), "uint8")}
+        return {port: found[port] for port in self.results}
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        y = jnp.maximum(input, 0)
+        return (y, _packed(y > 0)) if self.has_mask else (y,)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if not self.has_mask:
+            return super().jvp(g, tangents, inputs, outputs)
+        return {"OUT_0": g.masked(tangents["input"], outputs["MASK"])}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        return _folds(tensors)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return Reason(_OTHERWISE.format(self.requires))
+
+
+@register
+class Masked(Node):
+    """Apply a mask from ``relu_mask``: ``OUT_0 = input`` where its bit is set, else 0.
+
+    Args:
+        input: (N, C, *spatial), C a multiple of 8.
+        mask: (N, C / 8, *spatial) of uint8, bit ``j`` of byte ``i`` for channel ``8 * i + j``.
+
+    Returns: OUT_0, like input. Source: cuDNN documentation, ``CUDNN_POINTWISE_MUL`` with an operand
+    of ``CUDNN_DATA_BOOLEAN``.
+    """
+
+    method = "masked"
+    dims = "input: *x, mask: *m -> OUT_0: *x"
+    dtypes = FLOATS
+    requires = "together with batchnorm_backward"
+    masks = ("mask",)
+    examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        x, mask = inputs["input"], inputs["mask"]
+        wanted = _mask_shape(x.shape)
+        if x.dtype not in FLOATS:
+            raise GraphTypeError(
+                "'input' has the wrong dtype", expected=", ".join(FLOATS), got=x.dtype
+            )
+        if (mask.shape, mask.dtype) != (wanted, "uint8"):
+            raise GraphError(
+                "'mask' does not fit 'input'",
+                expected=f"uint8{list(wanted)}, as g.relu_mask returns it",
+                got=f"{mask.dtype}{list(mask.shape)}",
+            )
+        return {"OUT_0": (x.shape, x.dtype)}
+
+    def reference(self, input: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.where(_unpacked(mask), input, 0),)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return Reason(_OTHERWISE.format(self.requires))
+
+    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
+        return ((mul(), ("input", "mask"), "OUT_0"),)
+
+    def linear_in(self, port: str) -> bool:
+        return port == "input"
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        x = cotangents["OUT_0"]
+        if str(x.dtype) not in FLOATS:  # relu_mask has rounded its result to float8
+            x = g.rounded(x, "float32")
+        return {"input": g.masked(x, inputs["mask"])}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        return _folds(tensors)
+
+
+def _packed(bits: jax.Array) -> jax.Array:
+    n, c, *spatial = bits.shape
+    bits = bits.reshape(n, c // BITS, BITS, *spatial)
+    values = (1 << np.arange(BITS)).reshape(BITS, *(1,) * len(spatial))
+    return jnp.sum(jnp.where(bits, values, 0), axis=2).astype(jnp.uint8)
+
+
+def _unpacked(mask: jax.Array) -> jax.Array:
+    n, bytes_, *spatial = mask.shape
+    places = jnp.arange(BITS, dtype=jnp.int32).reshape(BITS, *(1,) * len(spatial))
+    bits = (mask.astype(jnp.int32)[:, :, None] >> places) & 1
+    return bits.reshape(n, bytes_ * BITS, *spatial) != 0

@@ -1,0 +1,65 @@
+"""What nodes share: derivatives of products, and how a vmap dimension enters shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FP8
+from .._core.graph.node import LEAD
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Node, Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+
+def product_jvp(
+    node: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+) -> dict[str, GraphTensor]:
+    """The sum of one product per operand with a tangent.
+
+    A plan holds one product. Later operations are fused into the plan of the first product; the
+    results of the remaining ones are written and rounded like arrays.
+    """
+    terms, dtype = [], widest(x._state for x in inputs.values())
+    for port, tangent in tangents.items():
+        operands = {**inputs, port: tangent}
+        if len({x._state.dtype for x in operands.values()}) > 1:
+            operands = alike(g, operands, {p: x._state for p, x in inputs.items()})
+        terms += g.apply(node, **operands)
+    terms[1:] = [g.rounded(term, dtype) for term in terms[1:]]
+    return {next(iter(outputs)): g.sum(terms)}
+
+
+def alike(g: Derivation, operands: Values, tensors: Tensors) -> dict[str, GraphTensor]:
+    """The operands of a derivative's product in one dtype: the wider dtype of the original
+    operands (``tensors``), or bfloat16 for float8, which it represents exactly."""
+    dtype = widest(tensors.values())
+    return {port: g.rounded(x, dtype) for port, x in operands.items()}
+
+
+def widest(tensors: Iterable[Tensor]) -> str:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes <= {*FP8}:
+        return "bfloat16"
+    (dtype, *others) = dtypes - {*FP8}
+    if not others:
+        return dtype
+    return "float64" if "float64" in dtypes else "float32"
+
+
+def grown(shape: Shape, axis: int, size: int) -> Shape:
+    """A shape with a dimension of ``size`` folded into one of its axes, or leading."""
+    if axis == LEAD:
+        return (size, *shape)
+    return (*shape[:axis], size * shape[axis], *shape[axis + 1 :])
+
+
+def anywhere(ports: Iterable[str], axes: Iterable[int]) -> Iterator[dict[str, int]]:
+    """For nodes that take tensors of any rank: into one of ``axes``, or leading."""
+    names = tuple(ports)
+    for axis in (*axes, LEAD):
+        yield dict.fromkeys(names, axis)
