@@ -36,7 +36,8 @@ def rows(result: dict[str, Any]) -> Iterator[Row]:
 
 def _is_slow(pattern: str, engine: str) -> bool:
     node = REGISTRY.get(pattern.split()[0])
-    return node is not None and engine.partition("_")[0] in [f"eng{n}" for n in node.slow]
+    slow = node.anchor.slow if node is not None and node.anchor else ()
+    return engine.partition("_")[0] in [f"eng{n}" for n in slow]
 
 
 def merged(results: Sequence[dict[str, Any]], file: Path) -> str:

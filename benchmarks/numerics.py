@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from jax_cudnn._core.graph.dtypes import FLOATS, FP8, INTEGERS
 from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.promotion import default_compute
 from jax_cudnn._core.graph.spec import Tensor
 from jax_cudnn._core.planning.choice import NOTES_OF_FULL_FLOAT32
 
@@ -113,7 +114,7 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield _by_kind(node, _result)
     yield "yes" if node.product and "float32" in node.dtypes else ""
     settled = node.create(**node.examples[0].attributes).deterministic
-    yield "" if node.moves or node.leftover else ("always" if settled else "on request")
+    yield "" if node.moves or node.xla_only else ("always" if settled else "on request")
     yield node.rounding
 
 
@@ -156,7 +157,7 @@ def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
 
 
 def _compute(node: Node, operands: dict[str, Tensor]) -> str:
-    return node.default_compute(operands)
+    return default_compute(node, operands)
 
 
 def _result(node: Node, operands: dict[str, Tensor]) -> str:

@@ -20,7 +20,7 @@ from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphEr
 from .graph.bounds import has_bounds
 from .graph.merging import is_reread
 from .graph.spec import Tensor
-from .graph.wire import stored, wire
+from .graph.wire import initial_values, stored, wire
 from .plans import selection
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ def _check(plan: PlannedGraph) -> None:
         (*sent.input_tensors, *sent.output_tensors),
         strict=False,
     )
+    initial = initial_values(sent)
     around = [
         *["offsets, lengths and page indices are clipped to their bounds"] * has_bounds(spec),
         *("its workspace is initialised" for _ in own.fills),
@@ -181,7 +182,7 @@ def _check(plan: PlannedGraph) -> None:
             for t, s in edge
             if stored(s) != (s.shape if is_reread(t, s) else t.shape, t.dtype)
         ),
-        *(f"{t.name} is initialised" for t in sent.output_tensors if t.name in sent.layout.initial),
+        *(f"{t.name} is initialised" for t in sent.output_tensors if t.name in initial),
         *(f"{name} is dropped" for name in sent.outputs[len(spec.outputs) :]),
     ]
     if around:

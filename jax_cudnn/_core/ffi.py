@@ -20,7 +20,7 @@ import numpy as np
 from .errors import LibraryError
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
-from .graph.wire import stored, wire
+from .graph.wire import initial_values, stored, wire
 from .package import packaged_library
 from .planning.execution_plan import ExecutionPlan
 
@@ -95,10 +95,11 @@ def outputs_and_workspace(
         for shape, dtype in map(stored, sent.output_tensors)
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
+    initial = initial_values(sent)
     begun = [  # results that the plan writes a part of, and what the other parts hold
         (i, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
-        if (value := sent.layout.initial.get(t.name)) is not None
+        if (value := initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
     layouts_in = [sent.layout.orders[name] for name in sent.inputs]

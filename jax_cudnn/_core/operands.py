@@ -28,7 +28,8 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
     }
     for call in spec.calls:
         node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
-        names = {port: name for port, name in call.inputs if port in node.integers}
+        edge = node.boundary(shapes)
+        names = {port: name for port, name in call.inputs if port in edge.integers}
         for port, offset in node.offsets.items():
             if offset in names and port in shapes:
                 tokens, *token = shapes[port].shape
@@ -43,9 +44,9 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
             if n in values and port not in names
             else jnp.full(shapes[port].shape, 2**30, jnp.int32)
             for port, n in call.inputs
-            if port in node.integers
+            if port in edge.integers
         }
-        for port, most in node.bounded(given, shapes).items():
+        for port, most in edge.clipped(given).items():
             if names.get(port) in values:
                 most = np.asarray(most)  # lengths, one of each batch element, are the largest
                 pages = most.size > most.shape[0]  # of several each is another

@@ -13,7 +13,7 @@ from .._core.graph.builder import GraphBuilder
 from .._core.graph.dtypes import beside_integers, is_floating, wide_dtype
 from .._core.graph.node import Node
 from .._core.graph.options import Options
-from .._core.graph.promotion import compute_type, inferred, result_dtype
+from .._core.graph.promotion import compute_type, default_compute, inferred, result_dtype
 from .._core.graph.spec import Call, Tensor
 from .tensors import NamedTensor
 
@@ -54,7 +54,7 @@ class Inferring(GraphBuilder):
         call = self._calls[index]
         inputs = self._inputs_of(call)
         if call.name not in self._computes and not self._is_said(call.node):
-            compute = compute_type(call.node.default_compute(inputs), inputs)
+            compute = compute_type(default_compute(call.node, inputs), inputs)
             call = replace(call, node=replace(call.node, compute_data_type=compute))
             self._calls[index] = call
         results = inferred(call.node, inputs)

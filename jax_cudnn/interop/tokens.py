@@ -190,10 +190,11 @@ def _moves(tensors: dict[str, Tensor], name: str, dtype: str, back: bool) -> lis
 
 def check_given(spec: GraphSpec) -> None:
     """Raises GraphError if the graph computes integers that must be clipped before it runs."""
-    for call in spec.calls:
+    for call, tensors in spec.at_ports:
         if isinstance(call.node, (PackedSdpa, PackedSdpaBackward, PagedSdpa)):
+            integers = call.node.boundary(tensors).integers
             for port, name in call.inputs:
-                if port in call.node.integers and name not in spec.inputs:
+                if port in integers and name not in spec.inputs:
                     raise GraphError(
                         f"{call.name}: the graph computes {port}",
                         why="it must be clipped to the arrays' bounds before the graph runs",

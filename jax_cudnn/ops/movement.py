@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.example import Example
-from .._core.graph.node import LEAD, Node, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Node, frozen
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
@@ -33,14 +33,14 @@ class Movement(Node):
     """An operation on elements of any type that runs in XLA."""
 
     moves = True
-    leftover = True
+    xla_only = XLA_ONLY
     dtypes = (*NUMBERS, E8M0, "bool")
     requires = (
         "runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on Hopper; "
         "older versions do not have the operation"
     )
 
-    def linear_in(self, port: str) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return True
 
 

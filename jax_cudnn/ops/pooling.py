@@ -13,9 +13,9 @@ import numpy as np
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import FLOATS
+from .._core.graph.dtypes import FLOATS, arithmetic
 from .._core.graph.example import Example
-from .._core.graph.node import Node, frozen
+from .._core.graph.node import XLA_ONLY, Node, frozen
 from .._core.graph.promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Resample(Node):
     batch = "n c"
     jax_names = ("reduce_window", "max_pool", "avg_pool")
     dtypes = FLOATS
-    leftover = True
+    xla_only = XLA_ONLY
     requires = "runs in XLA: nvidia-cudnn-frontend offers it in C++ only"
     examples = (
         Example(
@@ -139,9 +139,9 @@ class Resample(Node):
             return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, stride, padding)
 
         if self.resample_mode == "AVGPOOL_INCLUDE_PADDING":
-            return (total(input.astype(self.accumulator)) / math.prod(window),)
-        ones = jnp.ones((1, 1, *input.shape[2:]), self.accumulator)
-        return (total(input.astype(self.accumulator)) / total(ones),)
+            return (total(input.astype(arithmetic(self.compute_data_type))) / math.prod(window),)
+        ones = jnp.ones((1, 1, *input.shape[2:]), arithmetic(self.compute_data_type))
+        return (total(input.astype(arithmetic(self.compute_data_type))) / total(ones),)
 
     def _spatial(self, rank: int) -> list[tuple[int, int, int, int]]:
         """Window, stride and padding per spatial dimension; checks their rank."""

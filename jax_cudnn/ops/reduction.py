@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import FLOATS, FP8, is_floating, itemsize
+from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .transformations import anywhere, grown
@@ -174,7 +174,7 @@ class Reduction(Node):
         if self.mode not in IN_XLA or not is_floating(str(input.dtype)):
             return None
         if itemsize(input.dtype.name) != 2:  # of 16 bits one is chosen exactly
-            input = input.astype(self.accumulator)
+            input = input.astype(arithmetic(self.compute_data_type))
         return self._reduced(IN_XLA[self.mode], input)
 
     def _reduced(self, reduce: Callable[..., jax.Array], input: jax.Array) -> tuple[jax.Array, ...]:
@@ -182,7 +182,7 @@ class Reduction(Node):
         axes = tuple(i for i, (o, s) in enumerate(zip(out, input.shape, strict=True)) if o != s)
         return (reduce(input, axis=axes, keepdims=True),)
 
-    def linear_in(self, port: str) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return self.mode in ("ADD", "AVG")
 
     def transpose(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +14,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
 from .._core.graph.example import Example
-from .._core.graph.node import LEAD, Node, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Node, Seen, frozen
 from .transformations import anywhere
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Slice(Node):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input[tuple(slice(*bounds) for bounds in self.slices)],)
 
-    def linear_in(self, port: str) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return True
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
@@ -118,8 +118,8 @@ class Slice(Node):
         slices = [slice(part.start, part.stop, part.step) for part in parts]
         return (pygraph.slice(**tensors, slices=slices, **common),)
 
-    def view_strides(self, dims: Shape, strides: Sequence[int]) -> list[int] | None:
-        return [s * part.step for s, part in zip(strides, self._ranges(dims), strict=True)]
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
+        return Seen(steps=[part.step for part in self._ranges(tensors["input"].shape)])
 
     def _ranges(self, dims: Sequence[int]) -> list[range]:
         """The indices per dimension; cuDNN's view may have more dimensions, of size 1."""
@@ -147,7 +147,7 @@ class Concatenate(Node):
     jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
     moves = True
     dtypes = (*NUMBERS, "bool")
-    leftover = True
+    xla_only = XLA_ONLY
     requires = (
         "runs in XLA, in the same program: cuDNN accepts it only with a convolution, and then does "
         "not write the other operands' part of the result (measured: H200, cuDNN 9.19)"
@@ -203,7 +203,7 @@ class Concatenate(Node):
     def reference(self, **inputs: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.concatenate(list(inputs.values()), self.axis),)
 
-    def linear_in(self, port: str) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return True
 
     def transpose(

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import REGISTRY, ROW_MAJOR, Node
 
 from . import layers
 from .drawing import Drawing, Operand
@@ -32,13 +32,13 @@ _TRIES = 6
 
 def kind(node: type[Node]) -> str:
     """To which share a node belongs; one of no share is not drawn: attention of float8's."""
-    if node.row_major:
+    if node.order == ROW_MAJOR:
         return "attention" if node.method in layers.DRAWS else ""
     if node.product:
         return "product"
     if node.method in layers.DRAWS:
         return "normalization"
-    if node.moves or node.leftover:
+    if node.moves or node.xla_only:
         return "movement"
     return "other" if node.method in DRAWS else "each element"
 

@@ -99,7 +99,7 @@ def _segment(segment, gpu):
 def _kind(spec, gpu):
     """The kind of reason for which a graph, or a part of one, is not cuDNN's."""
     site = profiles.get(gpu)
-    if any(call.node.leftover for call in spec.calls):
+    if any(call.node.xla_only for call in spec.calls):
         return "XLA only"
     if losses.loss(spec, site.sm_version):
         return "measured loss"

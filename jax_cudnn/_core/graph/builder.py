@@ -320,11 +320,10 @@ def check_contract(cls: type[Node]) -> None:
     stripped = sys.flags.optimize > 1  # python -OO removes docstrings
     check(stripped or (own and not own.startswith(generated)), "docstring is missing")
     check(cls.examples, "at least one example is needed")
-    cls.ports = Dims.parse(cls.dims, cls.broadcast)
+    cls.ports = Dims.parse(cls.dims)
     letters = {axis for port in cls.ports.inputs for axis in port.axes}
     check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
     for example in cls.examples:
         required = {port.name for port in cls.ports.inputs if not port.optional}
         fits = required <= {*example.inputs} <= {*cls.ports.input_names}
         check(fits, "an example's ports are wrong")
-    check(cls.anchor or not cls.product, "a product is an anchor")

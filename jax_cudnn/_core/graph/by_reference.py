@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import Node, frozen
+from .node import XLA_ONLY, Node, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -41,7 +41,7 @@ class ByReference(Node):
     base: Node
 
     kind = ""
-    leftover = True
+    xla_only = XLA_ONLY
 
     @property
     def method(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -59,13 +59,13 @@ class ByReference(Node):
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.deterministic
 
-    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
-        return self.base.redraws(made)
-
-    def leaving(self, ports: Collection[str]) -> Node:
+    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
+        ports, base = self.base.redrawn(made)
+        if not ports:
+            return ports, self
         derived: Any = self  # which has the ports of its base as ``inner``
         inner = tuple(port for port in derived.inner if port not in ports)
-        return replace(derived, base=self.base.leaving(ports), inner=inner)
+        return ports, replace(derived, base=base, inner=inner)
 
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords()
@@ -99,8 +99,8 @@ class Tangent(ByReference):
         """Result of ``base`` -> the result that is its tangent."""
         return moving(self.outs, (*self.inner, *self.outs, *self.given.values()))
 
-    def linear_in(self, port: str) -> bool:
-        return port in self.given.values()
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {*self.given.values()}
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Those of ``base``, as the least."""
@@ -147,8 +147,8 @@ class Transposed(ByReference):
         taken = (*self.inner, *self.outs, *self.given.values())
         return moving((port for port, *_ in self.linear), taken)
 
-    def linear_in(self, port: str) -> bool:
-        return port in self.given.values()
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {*self.given.values()}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {self.made[port]: (shape, dtype) for port, shape, dtype in self.linear}
@@ -184,8 +184,8 @@ class Batched(ByReference):
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
         return derived_ports(self.inner, self.outs)
 
-    def linear_in(self, port: str) -> bool:
-        return self.base.linear_in(port)
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return self.base.linear_in(ports)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         each = {

@@ -30,10 +30,11 @@ def intermediate_dtypes(
         for _, name in call.outputs:
             if name in fixed:
                 continue
+            kept = node.anchor is not None and node.anchor.keeps_dtypes
             if node.moves:
                 sources[name] = tuple(source for _, source in call.inputs)
                 dtypes[name] = dtypes[sources[name][0]]
-            elif is_floating(said[name]) and not (node.leftover or node.keeps_dtypes):
+            elif is_floating(said[name]) and not (node.xla_only or kept):
                 sources[name] = ()
                 dtypes[name] = "float64" if said[name] == "float64" else wide
     narrow = {

@@ -6,10 +6,10 @@ turns into a bitcast. Arrays of lower rank are row-major, or channels-last in a 
 convolution. A tensor that states its ``order`` keeps it.
 
 Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix if the rows
-are all leading dimensions: most engines exist for this form (``Node.merges``).
+are all leading dimensions: most engines exist for this form (MERGED).
 
 Around a matmul tensors are row-major, and cuDNN sees a batch of matrices for any number of batch
-dimensions (``Node.matrices``): results of rank three are known to be correct.
+dimensions (MATRICES): results of rank three are known to be correct.
 
 cuDNN sees graphs of only pointwise operations and reductions with rank four, whatever their rank:
 the engines for such graphs require it (cuDNN 9.19 accepts rank three, and then broadcasts a
@@ -25,8 +25,10 @@ from functools import cached_property
 
 from .dims import Shape
 from .dtypes import WORDS
-from .planned import Planned, View
+from .planned import CHANNELS_LAST, MATRICES, MERGED, ROW_MAJOR, Seen, View
 from .spec import GraphSpec, Tensor
+
+_LEAST_RANK = 4  # around CHANNELS_LAST nodes
 
 
 class Layout:
@@ -34,30 +36,21 @@ class Layout:
 
     def __init__(self, spec: GraphSpec) -> None:
         nodes = [call.node for call in spec.calls]
+        kinds = {node.order for node in nodes}
         self._spec = spec
-        self.has_matrices = any(node.matrices for node in nodes) and all(
-            node.matrices or node.ports.is_elementwise for node in nodes
+        self.has_matrices = MATRICES in kinds and all(
+            node.order == MATRICES or node.ports.is_elementwise for node in nodes
         )
         """Whether all nodes treat the last two dimensions of every tensor as a matrix."""
-        self._merges = any(node.merges for node in nodes)
-        self._row_major = self._merges or any(node.row_major for node in nodes)
-        self._channels_last = any(node.channels_last for node in nodes)
-        self._least_rank = max((node.least_rank for node in nodes), default=0)
+        self._merges = MERGED in kinds
+        self._row_major = bool(kinds & {MERGED, ROW_MAJOR})
+        self._channels_last = CHANNELS_LAST in kinds
         # It computes the same under other dims: it has only pointwise operations and reductions,
         # in the memory order of those dims.
         self._has_free_rank = all(node.ports.is_elementwise for node in nodes) and all(
             tensor.order is None for tensor in spec.tensors
         )
         self.orders = {tensor.name: self.order(tensor) for tensor in spec.tensors}
-        self.slices = self._slices()
-        self.parts = self._parts()
-        self.initial = {
-            name: call.node.initial[port]
-            for call in spec.calls
-            for port, name in call.outputs
-            if port in call.node.initial
-        }
-        """The value of the elements of a result that a plan does not write, if there are any."""
 
     def order(self, tensor: Tensor) -> tuple[int, ...]:
         """The order of a tensor's dimensions in memory, slowest first; ``orders`` has it by name.
@@ -70,6 +63,17 @@ class Layout:
         if not (self._row_major or self.has_matrices):
             default = _default_order(len(default), self._channels_last)
         return default if lies_so(tensor, default, default) else tensor.order or default
+
+    @cached_property
+    def _common(self) -> tuple[int, ...]:
+        """The order of the largest tensor."""
+        arrays = [t for t in self._spec.tensors if t.literal is None]
+        return self.orders[max(arrays, key=lambda t: math.prod(t.shape)).name]
+
+    @cached_property
+    def _seen(self) -> list[Seen]:
+        """What each node says of its tensors."""
+        return [call.node.layout(at, self._common) for call, at in self._spec.at_ports]
 
     @cached_property
     def views(self) -> dict[str, tuple[Shape, list[int]]]:
@@ -100,39 +104,43 @@ class Layout:
         if len(shape) != 3 and self.has_matrices and (shown := self.matrices[tensor.name]):
             return shown
         order = self.orders[tensor.name]
-        missing = self._least_rank - len(shape)
-        if missing > 0:
+        missing = _LEAST_RANK - len(shape)
+        if missing > 0 and self._channels_last:
             shape = (*shape[:2], *(1,) * missing, *shape[2:])
             old = [axis + missing if axis >= 2 else axis for axis in order]
             order = (old[0], *range(2, 2 + missing), *old[1:])
         return shape, packed_strides(shape, order)
 
-    def _slices(self) -> dict[str, list[int]]:
+    @cached_property
+    def slices(self) -> dict[str, list[int]]:
         """The strides of results that share the memory of another tensor if a plan permits it. A
         slice of a slice is never in a plan (:mod:`..planning.limits`)."""
         slices = {}
-        for call in self._spec.calls:
-            if type(call.node).view_strides is not Planned.view_strides:
-                source = self._view(self._spec.tensor(call.inputs[0][1]))
-                if (strides := call.node.view_strides(*source)) is not None:
-                    slices[call.outputs[0][1]] = strides
+        for call, seen in zip(self._spec.calls, self._seen, strict=True):
+            if seen.steps is not None:
+                _, strides = self._view(self._spec.tensor(call.inputs[0][1]))
+                added = len(strides) - len(seen.steps)  # dimensions of size 1, after the second
+                steps = [*seen.steps[:2], *(1,) * added, *seen.steps[2:]]
+                slices[call.outputs[0][1]] = [a * b for a, b in zip(strides, steps, strict=True)]
         return slices
 
-    def _parts(self) -> dict[str, tuple[View, ...]]:
+    @cached_property
+    def parts(self) -> dict[str, tuple[View, ...]]:
         """The tensors that cuDNN sees for one whose node overrides its view, or which a single call
         reads at several ports that must be separate."""
         parts: dict[str, tuple[View, ...]] = {}
-        for call in self._spec.calls:
-            if type(call.node).views is not Planned.views:
-                ports = (*call.inputs, *call.outputs)
-                tensors = {port: self._spec.tensor(name) for port, name in ports}
-                for port, tensor in tensors.items():
-                    if tensor.name not in parts and (seen := call.node.views(port, tensors)):
-                        parts[tensor.name] = tuple(seen)
+        for (_, tensors), seen in zip(self._spec.at_ports, self._seen, strict=True):
+            for port, tensor in tensors.items():
+                if tensor.name not in parts and (views := seen.views.get(port)):
+                    parts[tensor.name] = tuple(views)
+        readers: dict[str, list[int]] = {}
+        for i, call in enumerate(self._spec.calls):
+            for name in {name for _, name in call.inputs}:
+                readers.setdefault(name, []).append(i)
         for name in self._spec.inputs:
-            readers = [c for c in self._spec.calls if any(n == name for _, n in c.inputs)]
-            if name not in parts and len(readers) == 1 and readers[0].node.apart:
-                ports = [port for port, n in readers[0].inputs if n == name]
+            own = readers.get(name, [])
+            if name not in parts and len(own) == 1 and self._seen[own[0]].separate:
+                ports = [port for port, n in self._spec.calls[own[0]].inputs if n == name]
                 if len(ports) > 1:
                     dims, strides = self.views[name]
                     parts[name] = tuple(View(port, dims, tuple(strides)) for port in ports)
@@ -153,18 +161,14 @@ class Layout:
         calls, arrays = self._spec.calls, [t for t in self._spec.tensors if t.literal is None]
         if len({len(t.shape) for t in arrays}) > 1:
             return None
-        order = self.orders[max(arrays, key=lambda t: math.prod(t.shape)).name]
+        order = self._common
         for t in arrays:
             own = [axis for axis in self.orders[t.name] if t.shape[axis] > 1]
             if own != [axis for axis in order if t.shape[axis] > 1]:
                 return None
         sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
-        begins = {
-            axis
-            for call, tensors in self._spec.at_ports
-            for axis in call.node.begins(tensors, order)
-        }
-        if not all(call.node.merges or call.node.ports.is_elementwise for call in calls):
+        begins = {axis for seen in self._seen for axis in seen.begins}
+        if not all(call.node.order == MERGED or call.node.ports.is_elementwise for call in calls):
             begins |= {*order}  # attributes that name dimensions, such as a slice's
         groups: list[list[int]] = []
         for axis in order:

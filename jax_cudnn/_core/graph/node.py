@@ -16,17 +16,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
-import numpy as np
 
 from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
-from .dtypes import INTEGERS, NUMBERS, arithmetic, float32_range
+from .dtypes import NUMBERS, float32_range
 from .example import Example
 from .planned import ANY as ANY
+from .planned import CHANNELS_LAST as CHANNELS_LAST
+from .planned import EVEN_IF_STRICT as EVEN_IF_STRICT
+from .planned import MATRICES as MATRICES
+from .planned import MERGED as MERGED
 from .planned import NUMBERS_ONLY as NUMBERS_ONLY
 from .planned import ONE_ELEMENT as ONE_ELEMENT
+from .planned import ROW_MAJOR as ROW_MAJOR
+from .planned import XLA_ONLY as XLA_ONLY
+from .planned import Anchor as Anchor
+from .planned import Edge as Edge
+from .planned import Engines as Engines
 from .planned import OtherForm as OtherForm
 from .planned import Planned
+from .planned import Seen as Seen
 from .planned import View as View
 from .promotion import result_dtype
 
@@ -84,15 +93,10 @@ class Node(Planned):
     """Ports and shapes, see :mod:`.dims`."""
     batch: ClassVar[str] = ""
     """Letters of ``dims`` along which elements are independent of each other."""
-    broadcast: ClassVar[str] = ""
-    """Letters of ``dims`` whose size 1 broadcasts."""
     jax_names: ClassVar[tuple[str, ...]] = ()
     """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
-    product: ClassVar[bool] = False
-    """Whether this anchor is a product: it accumulates in its compute type, float32 may become
-    TF32, and the reference receives the operands unchanged, with ``precision``."""
     of_all_examples: ClassVar[tuple[str, ...]] = ()
     """Results over the whole batch: vmap folds into the node only if nothing reads them."""
     vmaps_by_reference: ClassVar[bool] = False
@@ -126,9 +130,15 @@ class Node(Planned):
     of a row, which is less on a shard of the later dimensions."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
+    product: ClassVar[bool] = False
+    """Whether the anchor is a product."""
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
     """The dtype in which the node computes and accumulates."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.product = cls.anchor is not None and cls.anchor.product
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
@@ -204,34 +214,19 @@ class Node(Planned):
         form."""
         return self
 
-    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
-        """Input ports that the reference can recompute: from a seed it draws the same random
-        numbers again, in parts. ``made`` maps each input port to the node and port that computes
-        it; "" if none does."""
-        return ()
+    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
+        """Input ports that the reference can recompute, and the node without them: from a seed it
+        draws the same random numbers again, in parts. ``made`` maps each input port to the port
+        that computes it; "" if none does."""
+        return (), self
 
     def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
         """The random numbers that the node draws with these input ports."""
         return None
 
-    def leaving(self, ports: Collection[str]) -> Node:
-        """The node without these input ports, of those that it ``redraws``."""
-        return self
-
     def settled(self) -> Node:
         """The node for a deterministic graph."""
         return self
-
-    @property
-    def accumulator(self) -> np.dtype:
-        """The dtype in which the reference computes."""
-        return arithmetic(self.compute_data_type)
-
-    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        """The compute type if the user sets none; a product of integers has their accumulator."""
-        if self.product and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
-            return "int32"
-        return "bool" if self.dtypes == ("bool",) else "float32"
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """The key of measurements of this node (see :mod:`.losses`), from its tensors at all ports
@@ -276,13 +271,9 @@ class Node(Planned):
 
     # -- transformations ------------------------------------------------------------------------
 
-    def linear_in(self, port: str) -> bool:
-        """Whether the results are linear in a port, jointly with all other such ports."""
-        return False
-
-    def is_linear(self, ports: Collection[str]) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         """Whether the results are jointly linear in these input ports, with the rest fixed."""
-        return all(map(self.linear_in, ports))
+        return False
 
     def jvp(
         self,
@@ -297,9 +288,9 @@ class Node(Planned):
         the derivative. The nodes added to ``g`` must be linear in the tangents. Output ports
         without a tangent are omitted. By default tangents come from the reference.
         """
-        if all(map(self.linear_in, tangents)):
+        if self.linear_in(tangents.keys()):
             still = {
-                port: g.zeros(x._state) if self.linear_in(port) else x
+                port: g.zeros(x._state) if self.linear_in({port, *tangents}) else x
                 for port, x in inputs.items()
                 if port not in tangents
             }

@@ -6,8 +6,9 @@ This half of the Node contract has a default for all but ``method``; ``node.py``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .dims import Shape
@@ -22,6 +23,45 @@ if TYPE_CHECKING:
 # Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 
+XLA_ONLY, EVEN_IF_STRICT = "XLA only", "XLA, even if strict"
+
+# Orders of the tensors around a node in memory, and how cuDNN sees them.
+ROW_MAJOR = "row-major"
+CHANNELS_LAST = "channels-last"
+"""Of every rank; cuDNN sees at least four dimensions: those of size 1 are after the second."""
+MATRICES = "matrices"
+"""Row-major; the last two dimensions are a matrix, and cuDNN sees all leading ones as one."""
+MERGED = "merged"
+"""Row-major; cuDNN sees adjacent dimensions as one if no tensor of the graph tells them apart."""
+
+
+class Anchor(NamedTuple):
+    """What cuDNN builds an engine around, one in a graph, and what it computes with it.
+
+    Attributes:
+        product: whether it multiplies: it accumulates in its compute type, float32 may become TF32,
+            and the reference gets the operands unchanged, with ``precision``.
+        prologue: whether cuDNN computes its operands in the same plan: ANY, "" for never, or the
+            method of a node that the graph must then contain.
+        returns_prologue: whether the plan can also write the values that it computes before it.
+        broadcasts: which operands pointwise operations around it may broadcast, see
+            :mod:`..planning.limits`.
+        bit_masks: whether its graph may have masks of bits, see ``ops/pointwise/masks.py``.
+        writes_all: whether a plan writes every result of it, even if nothing reads it.
+        keeps_dtypes: whether results keep their inferred dtype even inside a graph, unless the user
+            sets another: cuDNN writes no wider ones.
+        slow: indices of engines that measured slower than XLA; they are tried last.
+    """
+
+    product: bool = False
+    prologue: str = ""
+    returns_prologue: bool = False
+    broadcasts: str = ROWS_AND_CHANNELS
+    bit_masks: bool = False
+    writes_all: bool = False
+    keeps_dtypes: bool = False
+    slow: tuple[int, ...] = ()
+
 
 class OtherForm(NamedTuple):
     """An alternative node with the same results if this engine runs it with these knobs; from this
@@ -31,6 +71,23 @@ class OtherForm(NamedTuple):
     engine: int
     knobs: Mapping[str, int]
     cudnn: int
+
+
+class Engines(NamedTuple):
+    """What measurements say of cuDNN's engines for a node, with its tensors and in its graph.
+
+    Attributes:
+        wrong: indices of engines that compute it wrongly.
+        knob: the knob without which an engine does not compute its graph.
+        rank: the rank of an engine with knobs, where measurements contradict the heuristics: lower
+            ones are tried first, equal ones in the order of the heuristics. Only an anchor's count.
+        otherwise: what to try if cuDNN has no plan, or none within the workspace limit.
+    """
+
+    wrong: tuple[int, ...] = ()
+    knob: str = ""
+    rank: Callable[[int, Mapping[str, int]], int] = lambda engine, knobs: 0
+    otherwise: OtherForm | None = None
 
 
 class View(NamedTuple):
@@ -46,6 +103,51 @@ class View(NamedTuple):
     offset: int = 0
 
 
+class Seen(NamedTuple):
+    """How cuDNN sees the tensors of a node, where that differs from their arrays.
+
+    Attributes:
+        views: by port, the tensors that cuDNN sees for its array, the first of them from its first
+            element.
+        separate: whether an operand used at several ports must be declared once per port (pygraph's
+            sdpa transposes the dims of K in place).
+        begins: around a MERGED node, dimensions that never merge with slower ones, even if no
+            tensor tells them apart.
+        steps: the output is the memory of the first input, with these steps along its dimensions.
+    """
+
+    views: Mapping[str, Sequence[View]] = MappingProxyType({})
+    separate: bool = False
+    begins: Collection[int] = ()
+    steps: Sequence[int] | None = None
+
+
+class Edge(NamedTuple):
+    """What XLA does around a plan for the tensors of a node.
+
+    Attributes:
+        shapes: operands, by port, that cuDNN would read wrongly in their shapes, with the shapes to
+            which XLA broadcasts them; and results that it would write wrongly, with the shapes that
+            XLA sums.
+        initial: results of which a plan may write only a part, with the value of the rest.
+        integers: int32 input ports with the positions of elements in other operands.
+        clipped: the operands at ``integers``, clipped to the bounds of the arrays that they index:
+            a plan would access other memory with wrong ones.
+        bits: for a node with a port of masks, bytes to XLA and bits to cuDNN: the equivalent nodes
+            on booleans, each with its operands (ports or scalars) and the port of its result.
+        masks: the ports of these masks.
+        advice: on an operand with a cheaper form, with the cost of the present one.
+    """
+
+    shapes: Mapping[str, Shape] = MappingProxyType({})
+    initial: Mapping[str, float] = MappingProxyType({})
+    integers: tuple[str, ...] = ()
+    clipped: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] = dict
+    bits: Sequence[tuple[Node, tuple[str | float, ...], str]] = ()
+    masks: tuple[str, ...] = ()
+    advice: Callable[[], str] = str
+
+
 @dataclass(frozen=True)
 class Planned:
     """The properties of a node for planning; those of the anchor apply to its whole graph."""
@@ -54,119 +156,34 @@ class Planned:
     """pygraph's method."""
     requires: ClassVar[str] = ""
     """Minimum cuDNN, SM and shape rules, as text for users."""
-    anchor: ClassVar[bool] = False
-    """Whether cuDNN builds an engine around this node (one anchor a graph)."""
-    slow: ClassVar[tuple[int, ...]] = ()
-    """Indices of cuDNN engines that measured slower than XLA around this anchor."""
-    writes_all: ClassVar[bool] = False
-    """Whether a plan writes every result of this node, even if nothing reads it."""
-    broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
-    """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
-    prologue: ClassVar[str] = ""
-    """Whether cuDNN computes operands of this anchor in the same plan: ANY, "" for never, or the
-    method of a node that the graph must then contain."""
-    returns_prologue: ClassVar[bool] = False
-    """Whether the plan can also write the values that it computes before this anchor."""
-    masks: ClassVar[tuple[str, ...]] = ()
-    """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/pointwise/masks.py``."""
-    takes_masks: ClassVar[bool] = False
-    """Whether bit masks may be used in a graph with this anchor, see ``ops/pointwise/masks.py``."""
-    apart: ClassVar[bool] = False
-    """Whether an operand used at several ports must be declared once per port (pygraph's sdpa
-    transposes the dims of K in place)."""
-    least_rank: ClassVar[int] = 0
-    """cuDNN sees tensors of lower rank with dimensions of 1 inserted after the second."""
-    channels_last: ClassVar[bool] = False
-    """Whether tensors of every rank are channels-last in memory."""
-    row_major: ClassVar[bool] = False
-    """Whether tensors are row-major in memory."""
-    merges: ClassVar[bool] = False
-    """Whether tensors are row-major around this anchor, and cuDNN sees adjacent dimensions as one
-    if no tensor of the graph distinguishes them."""
-    matrices: ClassVar[bool] = False
-    """Whether the last two dimensions are a matrix around this anchor, tensors are row-major, and
-    cuDNN sees all leading dimensions of a matrix as one."""
-    integers: ClassVar[tuple[str, ...]] = ()
-    """int32 input ports with the positions of elements in other operands, see :meth:`bounded`."""
-    initial: ClassVar[Mapping[str, float]] = {}
-    """Results of which a plan may write only a part, with the value of the rest."""
-    leftover: ClassVar[bool] = False
-    """Whether XLA runs this node, because cuDNN graphs lack it. Its results are arrays in memory
-    and keep their inferred dtype."""
-    keeps_dtypes: ClassVar[bool] = False
-    """Whether results keep their inferred dtype even inside a graph, unless the user sets another:
-    cuDNN writes no wider ones."""
-    outside: ClassVar[bool] = False
-    """Whether XLA may run this ``leftover`` even under implementation="cudnn"."""
+    anchor: ClassVar[Anchor | None] = None
+    """What cuDNN computes around this node, if it builds an engine around it."""
+    order: ClassVar[str] = ""
+    """How the tensors around this node lie in memory: ROW_MAJOR, CHANNELS_LAST, MATRICES or MERGED;
+    "" leaves it to the other nodes of the graph."""
+    xla_only: ClassVar[str] = ""
+    """Whether XLA runs this node, because cuDNN graphs lack it: XLA_ONLY, or EVEN_IF_STRICT under
+    implementation="cudnn", too. Its results are arrays in memory and keep their inferred dtype."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """Why cuDNN must not run this node, from its tensors at all ports, or None.
 
         For cases that cuDNN would accept and compute wrongly, or not as the options require.
         """
         return None
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        """Indices of cuDNN engines that compute this node wrongly for such tensors."""
-        return ()
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
+        """What is known of cuDNN's engines for this node."""
+        return Engines()
 
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        """The rank of a candidate, where measurements contradict cuDNN's heuristics: candidates
-        are tried by rank, and in the order of the heuristics within one rank. Only the anchor's
-        ranks count; ``slow`` engines come last.
-        """
-        return 0
+    def layout(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Seen:
+        """How cuDNN sees the tensors at all ports; ``order`` is that of the dimensions in memory,
+        slowest first, where all tensors share one."""
+        return Seen()
 
-    def needs_knob(self, graph: GraphSpec) -> str:
-        """The knob without which an engine does not compute this node's graph, or ""."""
-        return ""
-
-    def needs(self, ports: Collection[str]) -> Reason | None:
-        """GPU requirements of these input ports, in addition to ``requires``."""
-        return None
-
-    def instead(self) -> OtherForm | None:
-        """The alternative if cuDNN has no plan for this anchor, or none within the workspace
-        limit."""
-        return None
-
-    def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        """Advice on an operand with a cheaper form, and the cost of the present one; or ""."""
-        return ""
-
-    def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
-        """Operands, by port, that cuDNN would read wrongly in their shapes, with the shapes to
-        which XLA broadcasts them before a plan; and results that it would write wrongly, with
-        the shapes that XLA sums after the plan. ``tensors`` are those at all ports."""
-        return {}
-
-    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
-        """For a node with ``masks``: the equivalent nodes on booleans, each with its operands
-        (ports or scalars) and the port of its result."""
-        return ()
-
-    def begins(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Collection[int]:
-        """For a node that ``merges``: dimensions that never merge with slower ones, even if no
-        tensor distinguishes them. ``order`` is the order of all dimensions, slowest first."""
-        return ()
-
-    def view_strides(self, dims: Shape, strides: list[int]) -> list[int] | None:
-        """The output's strides if it shares the memory of the first input in a plan; None if it has
-        its own memory."""
-        return None
-
-    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """The tensors that cuDNN sees for the array at a port, the first of them from its first
-        element; empty if it sees the array itself. ``tensors`` are those at all ports."""
-        return ()
-
-    def bounded(
-        self, given: Mapping[str, jax.Array], tensors: Mapping[str, Tensor]
-    ) -> Mapping[str, jax.Array]:
-        """The operands at the ports of ``integers``, clipped to the bounds of the arrays that they
-        index: a plan would access other memory with wrong ones. ``tensors`` are those at all
-        ports."""
-        return given
+    def boundary(self, tensors: Mapping[str, Tensor]) -> Edge:
+        """What XLA does around a plan for the tensors at all ports."""
+        return Edge()
 
     def keywords(self) -> dict[str, Any]:
         """The attributes as pygraph's method takes them."""
@@ -182,7 +199,7 @@ class Planned:
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port, of a
-        port with ``views`` one for each of them.
+        port with several views one for each of them.
 
         ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
         """

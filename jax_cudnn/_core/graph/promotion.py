@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> Node:
     """The node with its compute type. A product of floats accumulates in one of several types;
     every other node has one type."""
-    usual = compute_type(node.default_compute(inputs), inputs)
+    usual = compute_type(default_compute(node, inputs), inputs)
     compute = compute_type(canonical_compute(compute), inputs) if compute else usual
     allowed = [usual]
     if node.product and usual == "float32":
@@ -35,6 +35,13 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
             got=compute,
         )
     return replace(node, compute_data_type=compute)
+
+
+def default_compute(node: Node, inputs: Mapping[str, Tensor]) -> str:
+    """The compute type if the user sets none; a product of integers has their accumulator."""
+    if node.product and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
+        return "int32"
+    return "bool" if node.dtypes == ("bool",) else "float32"
 
 
 def inferred(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from .dtypes import FP8, INTEGERS, is_floating, itemsize
+from .dtypes import FP8, INTEGERS, arithmetic, is_floating, itemsize
 from .node import Node
 from .options import lax_precision
 from .spec import Call, GraphSpec
@@ -93,16 +93,15 @@ def steps(
     """Each call of a graph with its node and operands, which ``values`` has by then."""
     made = {name: port for call in calls for port, name in call.outputs}
     for call in calls:
-        again = call.node.redraws({port: made.get(name, "") for port, name in call.inputs})
-        node = call.node.leaving(again) if again else call.node
+        again, node = call.node.redrawn({port: made.get(name, "") for port, name in call.inputs})
         yield call, node, {port: values[name] for port, name in call.inputs if port not in again}
 
 
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """A node's results, not yet rounded, for operands of any dtype."""
     exact = node.chooses and {str(x.dtype) for x in inputs.values()} in _CHOSEN
-    if not (exact or node.product or node.moves or node.leftover):
-        compute = node.accumulator
+    if not (exact or node.product or node.moves or node.xla_only):
+        compute = arithmetic(node.compute_data_type)
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)
 

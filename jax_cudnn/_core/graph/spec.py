@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..implementation import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
-from .node import Node
+from .node import MATRICES, Node
 from .options import DEFAULTS, Options
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class GraphSpec:
     def is_bias(self, call: Call, product: Call) -> bool:
         """Whether a call adds one number per column to a matrix product, which XLA's matmul
         library can fuse, too."""
-        if not (call.node.adds and product.node.matrices):
+        if not (call.node.adds and product.node.order == MATRICES):
             return False
         ((_, made),) = product.outputs
         added = [self.tensor(name).shape for _, name in call.inputs if name != made]

@@ -9,7 +9,7 @@ never do: at the edge of a graph booleans are float32, the only type that compil
 every other dtype; inside they are cuDNN booleans. XLA broadcasts a smaller mask before the call,
 because cuDNN would read its comparison out of bounds.
 
-**Operands that cuDNN would read wrongly** in their shapes (``Node.broadcast_to``): XLA broadcasts
+**Operands that cuDNN would read wrongly** in their shapes (``Edge.shapes``): XLA broadcasts
 them before the call. Results that cuDNN would write wrongly are summed after the call. Parts that
 run in XLA use the original shapes.
 
@@ -28,7 +28,7 @@ from dataclasses import replace
 from .dims import Shape
 from .merging import merged
 from .node import Node
-from .planned import Planned
+from .planned import MATRICES
 from .spec import Call, GraphSpec, Tensor, intern
 
 BITS = 8  # of a byte, along the channels
@@ -49,11 +49,22 @@ def stored(tensor: Tensor) -> tuple[Shape, str]:
     return (n, c // BITS, *spatial), "uint8"
 
 
+def initial_values(spec: GraphSpec) -> dict[str, float]:
+    """The value of the elements of a result that a plan does not write, if there are any."""
+    return {
+        name: edge.initial[port]
+        for call, tensors in spec.at_ports
+        if (edge := call.node.boundary(tensors)).initial
+        for port, name in call.outputs
+        if port in edge.initial
+    }
+
+
 def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
     all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
-        products = any(call.node.matrices for call in spec.calls)
+        products = any(call.node.order == MATRICES for call in spec.calls)
         sent = _wired(merged(spec) if products else spec)
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
@@ -67,9 +78,10 @@ def _wired(spec: GraphSpec) -> GraphSpec:
     if shapes := _stretched(spec):
         tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
         sent = replace(sent, tensors=tuple(tensors))
-    if any(call.node.takes_masks for call in spec.calls):
+    anchors = [call.node.anchor for call in spec.calls if call.node.anchor]
+    if any(anchor.bit_masks for anchor in anchors):
         sent = _with_bits(sent)
-    if any(call.node.writes_all for call in spec.calls):
+    if any(anchor.writes_all for anchor in anchors):
         sent = _with_all_results(sent)
     return sent
 
@@ -78,11 +90,10 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
     """The operands that are broadcast for the node that reads them, and its results that are
     summed."""
     found: dict[str, Shape] = {}
-    for call in spec.calls:
-        if type(call.node).broadcast_to is Planned.broadcast_to:
+    for call, tensors in spec.at_ports:
+        shapes = call.node.boundary(tensors).shapes
+        if not shapes:
             continue
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        shapes = call.node.broadcast_to(tensors)
         others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}
         for port, shape in shapes.items():
             if tensors[port].name in {*spec.inputs, *spec.outputs} - others:
@@ -94,9 +105,10 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     """Masks as booleans, unless a node reads them as bytes."""
     masks: dict[str, Shape] = {}
     taken: set[str] = set()  # as bytes
-    for call in spec.calls:
+    edges = [call.node.boundary(at_ports) for call, at_ports in spec.at_ports]
+    for call, edge in zip(spec.calls, edges, strict=True):
         for port, name in (*call.inputs, *call.outputs):
-            if port in call.node.masks:
+            if port in edge.masks:
                 masks[name] = spec.tensor(call.inputs[0][1]).shape
             elif (port, name) in call.inputs:
                 taken.add(name)
@@ -104,14 +116,14 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     tensors = {t.name: t for t in spec.tensors}
     calls: list[Call] = []
     further: dict[str, None] = {}
-    for call in spec.calls:
+    for call, edge in zip(spec.calls, edges, strict=True):
         ports = dict((*call.inputs, *call.outputs))
-        own = {ports[port] for port in call.node.masks if port in ports}
-        if not call.node.masks or own & taken:
+        own = {ports[port] for port in edge.masks if port in ports}
+        if not edge.masks or own & taken:
             calls.append(call)
             continue
         wanted, made = {*read}, []
-        for node, operands, result in reversed(call.node.in_bits()):
+        for node, operands, result in reversed(edge.bits):
             if ports.get(result) not in wanted:
                 continue
             if ports[result] not in read:  # cuDNN makes masks only of tensors it writes
@@ -146,7 +158,7 @@ def _with_all_results(spec: GraphSpec) -> GraphSpec:
     calls, dropped, further = [], set(), {}
     for call in spec.calls:
         unread = [port for port, name in call.outputs if name not in read]
-        if call.node.writes_all and unread:
+        if call.node.anchor and call.node.anchor.writes_all and unread:
             node = call.node.without(unread)
             outputs = tuple((port, name) for port, name in call.outputs if port in node.results)
             dropped |= {name for port, name in call.outputs if port not in node.results}

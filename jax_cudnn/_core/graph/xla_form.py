@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from .dtypes import FP8, is_floating, itemsize
-from .node import Node
+from .node import MATRICES, Node
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
 from .spec import Call, GraphSpec
@@ -119,9 +119,9 @@ class _Form:
         (only, *others) = operands
         if others:
             return ""
-        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.matrices)):
+        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.order == MATRICES)):
             return dtype
-        if only in FP8 and call.node.matrices:
+        if only in FP8 and call.node.order == MATRICES:
             only = "bfloat16"  # float16 may overflow before a scale follows
         return only if only in HALVES and self._bears(result, only) else ""
 

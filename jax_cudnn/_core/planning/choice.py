@@ -51,16 +51,17 @@ def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
 def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) -> list[int]:
     """The positions of candidates (engines with knobs) in the order in which they are tried: that
     of the heuristics, with the corrections of the anchor."""
-    anchors = ((call.node, tensors) for call, tensors in spec.at_ports if call.node.anchor)
-    node, tensors = next(anchors, (None, {}))
-    if node is None:
+    anchors = (at for at in spec.at_ports if at[0].node.anchor)
+    call, tensors = next(anchors, (None, {}))
+    if call is None or call.node.anchor is None:
         return [*range(len(candidates))]
+    slow, rank = call.node.anchor.slow, call.node.engines(tensors, spec).rank
 
-    def rank(position: int) -> tuple[bool, int]:
+    def key(position: int) -> tuple[bool, int]:
         engine, knobs = candidates[position]
-        return engine in node.slow, node.rank(engine, knobs, tensors)
+        return engine in slow, rank(engine, knobs)
 
-    return sorted(range(len(candidates)), key=rank)
+    return sorted(range(len(candidates)), key=key)
 
 
 def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:
@@ -96,9 +97,8 @@ def barred(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> Reason | N
 def distrusted(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> str:
     """The operation of this graph that an engine computes wrongly, by its name; "" for none."""
     for call, tensors in spec.at_ports:
-        needed = call.node.needs_knob(spec)
-        wrong = engine in call.node.distrusted(tensors, spec)
-        if wrong or (needed and needed not in knobs):
+        known = call.node.engines(tensors, spec)
+        if engine in known.wrong or (known.knob and known.knob not in knobs):
             return call.name
     return ""
 
@@ -123,8 +123,8 @@ def too_large(spec: GraphSpec, properties: str, needed: int) -> Reason | None:
 def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
     """The graph with the anchor's alternative node and engine, which computes the same results, if
     this version of cuDNN (``cudnnGetVersion()``) has it."""
-    for i, call in enumerate(spec.calls if spec.options.engine is None else ()):
-        other = call.node.instead()
+    for i, (call, tensors) in enumerate(spec.at_ports if spec.options.engine is None else ()):
+        other = call.node.engines(tensors, spec).otherwise
         if other is not None and cudnn >= other.cudnn:
             # The engine is deterministic, though no note says so.
             options = replace(pinned(spec, other.engine, other.knobs).options, deterministic=False)

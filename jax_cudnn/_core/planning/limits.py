@@ -11,7 +11,7 @@ are not broadcast.
 
 Structure. cuDNN accepts graphs with more operations than an engine computes: it leaves results
 unwritten, or reads an operand in place of a value computed from it. Operations before the anchor
-therefore compute its operands, where ``Node.prologue`` allows them, and nothing else. All others
+therefore compute its operands, where ``Anchor.prologue`` allows them, and nothing else. All others
 come after the anchor; what they compute independently of it (from biases, for example) is used
 there. Without an anchor, all operations have one shape, up to the reductions at the end.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from ..graph.dims import Shape
 from ..graph.merging import is_split
-from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
+from ..graph.planned import ANY, CHANNELS_LAST, MATRICES, MERGED, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import FLOAT64, Call, GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from .call_sets import CallSets, members
@@ -49,7 +49,7 @@ def _never(spec: GraphSpec) -> _Found:
     if spec.has_float64:
         yield "dtype", FLOAT64
     for call in spec.calls:
-        if call.node.leftover:
+        if call.node.xla_only:
             yield call.name, call.node.requires
         if is_split(call.node):
             yield call.name, _MERGED
@@ -63,8 +63,9 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         if tensor.literal is None
         for shape in [v.dims for v in spec.layout.parts.get(tensor.name, ())] or [tensor.shape]
     }
-    least = {call.node.least_rank for call in spec.calls if call.node.anchor}
-    free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
+    orders = {call.node.order for call in spec.calls if call.node.anchor}
+    least = {4 if order == CHANNELS_LAST else 0 for order in orders}
+    free = all(call.node.ports.is_elementwise or call.node.order == MERGED for call in spec.calls)
     free = free or spec.layout.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
@@ -78,13 +79,14 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
 
 def _no_matrices(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
-    among = [call.name for call in spec.calls if call.node.matrices]
+    among = [call.name for call in spec.calls if call.node.order == MATRICES]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
     if not spec.layout.has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
-        others = (c for c in spec.calls if not (c.node.matrices or c.node.ports.is_elementwise))
-        yield from ((call.name, what) for call in others)
+        for call in spec.calls:
+            if call.node.order != MATRICES and not call.node.ports.is_elementwise:
+                yield call.name, what
         return
     for tensor in spec.tensors:
         if spec.layout.matrices[tensor.name] is None:
@@ -104,11 +106,11 @@ def _calls(spec: GraphSpec) -> _Found:
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.requires})"
-    if any(call.node.merges for call in spec.calls) and spec.layout.merged is None:
+    if any(call.node.order == MERGED for call in spec.calls) and spec.layout.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
-    refusals = [call.node.refuses(tensors, spec) for call, tensors in spec.at_ports]
+    refusals = [call.node.support(tensors, spec) for call, tensors in spec.at_ports]
     for call, refused in zip(spec.calls, refusals, strict=True):
         if refused := refused or _broadcasts(spec, call):
             yield call.name, refused
@@ -136,7 +138,7 @@ def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
-    kind = next((c.node.broadcasts_around for c in spec.calls if c.node.anchor), alone)
+    kind = next((c.node.anchor.broadcasts for c in spec.calls if c.node.anchor), alone)
     arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     (n, c, *spatial), ones = out, [1] * len(out[2:])
     allowed = [] if kind == NUMBERS_ONLY else [[1, 1, *ones]]
@@ -173,17 +175,19 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
             yield spec.calls[i].name, what
         for other in members(sets.anchors & sets.before(1 << i)):
             first, second = spec.calls[other], spec.calls[i]
-            if first.node.matrices and second.node.matrices:
+            if first.node.order == second.node.order == MATRICES:
                 what = f"it needs {first.name}, and such chains are not verified"
                 yield second.name, what
 
 
 def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     anchor = spec.calls[place]
+    fuses = anchor.node.anchor
+    assert fuses is not None
     before, after = sets.before(sets.anchors), sets.after(sets.anchors)
     behind, beside = members(after), members(sets.all & ~sets.anchors & ~after)
     methods = {call.node.method for call in spec.calls}
-    if before and anchor.node.prologue not in (ANY, *methods):
+    if before and fuses.prologue not in (ANY, *methods):
         what = f"{anchor.name} takes no operand computed in the same plan"
         yield from ((spec.calls[i].name, what) for i in members(before))
     further = {name: port for port, name in anchor.outputs[1:]}
@@ -195,7 +199,7 @@ def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     for i in beside:
         users = sets.users(1 << i)
         allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
-        free = anchor.node.returns_prologue and before >> i & 1
+        free = fuses.returns_prologue and before >> i & 1
         if not users or users & ~allowed or (sets.is_returned(1 << i) and not free):
             what = "computes an operand of" if before >> i & 1 else "is independent of"
             yield spec.calls[i].name, f"it {what} {anchor.name} and is used elsewhere"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.dtypes import FP8
+from ..graph.promotion import default_compute
 from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members
 from .cost import cost
@@ -92,8 +93,8 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
     """Why XLA is faster than the best remaining engine for a graph; "" if no measurement says so,
     and wherever :func:`loss` is None."""
     measured = table().get(str(sm_version))
-    anchors = (call.node for call in spec.calls if call.node.anchor)
-    node = next((node for node in anchors if plan.engine_id in node.slow), None)
+    anchors = (c.node for c in spec.calls if c.node.anchor and plan.engine_id in c.node.anchor.slow)
+    node = next(anchors, None)
     if measured is None or node is None or not _may_be_xlas(spec):
         return ""
     return (
@@ -167,7 +168,7 @@ def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set
     if not (words and node.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}
-    usual = node.compute_data_type == node.default_compute(inputs)
+    usual = node.compute_data_type == default_compute(node, inputs)
     kinds = sorted(_kinds(spec, _read([call])))
     return _words([words, *kinds, "" if usual else f"in {node.compute_data_type}"])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..cuda import CudaDevice
 from ..errors import PlanningError, UnsupportedGraphError
+from ..graph.node import EVEN_IF_STRICT
 from ..graph.options import Surroundings
 from ..graph.spec import FLOAT64, GraphSpec
 from ..implementation import CUDNN
@@ -74,7 +75,8 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
             graph=str(spec),
         )
     # An engine is one of the whole graph: of a part it would be another.
-    whole_graph = not spec.origin.role and not any(call.node.outside for call in spec.calls)
+    kinds = {call.node.xla_only for call in spec.calls}
+    whole_graph = not spec.origin.role and EVEN_IF_STRICT not in kinds
     if spec.options.engine is not None or (strict and whole_graph):
         try:
             return whole(spec, planner.plan(spec, site, name))

@@ -70,8 +70,7 @@ def unsupported(
 ) -> UnsupportedGraphError:
     """The error for a graph without an engine, with the most telling reasons first; ``why``: in
     place of what the nodes require."""
-    needs = {call.name: call.node.needs([port for port, _ in call.inputs]) for call in spec.calls}
-    found = {name: reason for name, reason in needs.items() if reason} | {**reasons}
+    found = {**reasons}
     left_out = [who for who, reason in found.items() if reason == LEFT_OUT]
     if len(left_out) > 1:
         found = {who: reason for who, reason in found.items() if reason != LEFT_OUT}

@@ -127,6 +127,6 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "advice": [
             f"{call.name}: {found}"
             for call, tensors in spec.at_ports
-            if (found := call.node.advice(tensors))
+            if (found := call.node.boundary(tensors).advice())
         ],
     }

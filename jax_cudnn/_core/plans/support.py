@@ -215,7 +215,7 @@ def survey(
 
 def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
     basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
-    if all(call.node.leftover for call in spec.calls):
+    if all(call.node.xla_only for call in spec.calls):
         return SupportRow(name, gpu, basis, True, XLA, 0, 0)
     try:
         made = planner.plan(spec, site, name)

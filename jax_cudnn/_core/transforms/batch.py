@@ -144,7 +144,7 @@ class _Attempt:
             fold = min(folds, key=lambda fold: self._price(call, ports, fold, tensors))
             node = node.folded(fold, self.size, tensors)
             forms = self._needed(call, ports, fold, tensors)
-        elif node.leftover or node.vmaps_by_reference:
+        elif node.xla_only or node.vmaps_by_reference:
             inner, outs = (tuple(port for port, _ in side) for side in (call.inputs, call.outputs))
             node = Batched(node, self.size, tuple(p for p in inner if p in ports), inner, outs)
             forms = {port: _Form(LEAD if port in ports else None) for port in inner}

@@ -62,7 +62,7 @@ class Derivation(GraphBuilder):
         results = self._append(node, {port: x._state for port, x in given})
         results = results if isinstance(results, tuple) else (results,)
         given = inputs.values()
-        if node.keeps_dtypes:
+        if node.anchor and node.anchor.keeps_dtypes:
             for x in results:
                 self.fixed(x, x._state.dtype)
         elif node.moves:
@@ -182,14 +182,14 @@ class Derivation(GraphBuilder):
             return
         readers = Counter(name for call in self._calls for name in {*dict(call.inputs).values()})
         fixed = {*outputs, *self._typed, *self._inputs}
-        makers = {name: call.node for call in self._calls for _, name in call.outputs}
+        makers = {name: call for call in self._calls for _, name in call.outputs}
         copies = {
             name: copy.name
             for (name, _), copy in self._casts.items()
             if readers[name] == 1
             and name not in fixed
             and name in makers  # not a constant
-            and _is_elementwise(makers[name])
+            and self._is_elementwise(makers[name])
         }
         made = {*copies.values()}
         self._calls = [
@@ -198,12 +198,15 @@ class Derivation(GraphBuilder):
             if not made.intersection(dict(call.outputs).values())
         ]
 
+    def _is_elementwise(self, call: Call) -> bool:
+        node, ports = call.node, (*call.inputs, *call.outputs)
+        if node.moves or node.chooses:
+            return False
+        tensors = {port: self._tensors[name] for port, name in ports}
+        return node.ports.is_elementwise or bool(node.boundary(tensors).masks)
+
     def lifted(self, value: Any, rank: int) -> GraphTensor:
         """A tensor, or a Python number as a constant."""
         if isinstance(value, GraphTensor):
             return value
         return self.constant(Tensor("", (), "float32", float(value).hex()), rank)
-
-
-def _is_elementwise(node: Node) -> bool:
-    return (node.ports.is_elementwise or bool(node.masks)) and not (node.moves or node.chooses)

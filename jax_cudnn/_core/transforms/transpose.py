@@ -83,7 +83,7 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
 
 
 def _check_linear(call: Call, ports: Collection[str], linear: Collection[str]) -> None:
-    if not call.node.is_linear(ports):
+    if not call.node.linear_in(ports):
         raise GraphError(
             f"{call.name} is not linear in {' and '.join(ports)}",
             expected=f"a graph that is linear in {', '.join(linear)}",

@@ -11,7 +11,17 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import NUMBERS_ONLY, Draws, Node, frozen
+from ..._core.graph.node import (
+    NUMBERS_ONLY,
+    ROW_MAJOR,
+    Anchor,
+    Draws,
+    Engines,
+    Node,
+    OtherForm,
+    Seen,
+    frozen,
+)
 from ..._core.reasons import Reason
 from . import extras as extras
 from .bias import LENGTHS, Biased
@@ -184,13 +194,8 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 class Attending(Biased):
     """The common base of the forward and backward nodes."""
 
-    anchor = True
-    product = True
-    row_major = True
-    apart = True
-    writes_all = True
-    keeps_dtypes = True
-    broadcasts_around = NUMBERS_ONLY
+    anchor = Anchor(product=True, writes_all=True, keeps_dtypes=True, broadcasts=NUMBERS_ONLY)
+    order = ROW_MAJOR
     dtypes = FLOATS
     requires = _REQUIRES
     selecting = (LENGTHS[0], "block_mask")
@@ -262,9 +267,9 @@ class Attending(Biased):
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         return (*tensors["q"].shape[:3], tensors["k"].shape[2])
 
-    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
         drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
-        return ("dropout_mask",) if drawn else ()
+        return ("dropout_mask",) if drawn else (), self
 
     def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
         if "seed" not in shapes:
@@ -273,12 +278,12 @@ class Attending(Biased):
         mask = "dropout_mask", (b, h, queries, keys)
         return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
             return reason
         if reason := read_again(self.results, tensors, graph):
             return reason
-        if reason := super().refuses(tensors, graph):
+        if reason := super().support(tensors, graph):
             return reason
         if self.score_mod is None:
             return extras.refusal(tensors)
@@ -287,8 +292,19 @@ class Attending(Biased):
             return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")
         return self.score_mod.refused(tensors)
 
-    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
-        return {**self._stretched(tensors), **super().broadcast_to(tensors)}
+    @property
+    def otherwise(self) -> OtherForm | None:
+        """See :class:`Engines`."""
+        return None
+
+    def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
+        return super().engines(tensors, graph)._replace(otherwise=self.otherwise)
+
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
+        return super().layout(tensors, order)._replace(separate=True)
+
+    def stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
+        return {**self._stretched(tensors), **super().stretched(tensors)}
 
     def _stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
         """Operands of score_mod that cuDNN would misread."""

@@ -11,6 +11,7 @@ before the call; and a gradient is computed for all scores and summed afterwards
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Node, View, frozen
+from ..._core.graph.node import Edge, Engines, Node, Seen, View, frozen
 from ..._core.reasons import Reason
 from .operands import computed
 
@@ -42,8 +43,6 @@ class Biased(Node):
     """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
     ``dBias`` in the backward pass."""
 
-    integers = LENGTHS
-
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
         raise NotImplementedError
@@ -51,15 +50,24 @@ class Biased(Node):
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return tensors["k"].shape[1]
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Found on an H200 with cuDNN 9.19 by random calls 8 and 101, in float32 with a bias: where
         # heads share keys, half of engine 1's result for one query is wrong. The next choice,
         # engine 2, has never run on one query.
         _, heads, queries, _ = self.scores(tensors)
         grouped = self.key_heads(tensors) < heads
-        return (1, 2) if "O" in tensors and queries == 1 and grouped else ()
+        wrong = (1, 2) if "O" in tensors and queries == 1 and grouped else ()
+        return super().engines(tensors, graph)._replace(wrong=wrong)
 
-    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+    def boundary(self, tensors: Tensors) -> Edge:
+        return Edge(
+            shapes=self.stretched(tensors),
+            integers=LENGTHS,
+            clipped=functools.partial(self.clipped, tensors),
+            advice=functools.partial(self.advice, tensors),
+        )
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Lengths clipped to the number of tokens."""
         most = self.scores(tensors)[_QUERIES:]
         ends = [jnp.clip(given[port], 0, n) for port, n in zip(LENGTHS, most, strict=True)]
@@ -76,6 +84,9 @@ class Biased(Node):
                 got=str(list(bias)),
             )
 
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
+        return Seen({port: self.views(port, tensors) for port in tensors})
+
     def views(self, port: str, tensors: Tensors) -> Sequence[View]:
         """A bias broadcast over queries, declared in full with a stride of 0."""
         if port != "bias":
@@ -88,7 +99,7 @@ class Biased(Node):
         dims = (*bias.shape[:_QUERIES], scores[_QUERIES], bias.shape[_KEYS])
         return (View(port, dims, tuple(strides)),)
 
-    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+    def stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
         """A bias broadcast over keys, copied along them; for dBias, both in full."""
         if "bias" not in tensors:
             return {}
@@ -99,6 +110,7 @@ class Biased(Node):
         return {port: shape for port, shape in found.items() if tensors[port].shape != shape}
 
     def advice(self, tensors: Tensors) -> str:
+        """On a bias, which has cheaper forms."""
         if "bias" not in tensors:
             return ""
         wide = tensors["q" if "q" in tensors else "qkv"].dtype == "float32"  # see wrong_dtypes
@@ -108,7 +120,7 @@ class Biased(Node):
             f"is_causal{'' if wide else ', query_seq_lengths, key_value_seq_lengths'} and "
             "local_window_size cost nothing instead, and skip hidden tiles of keys"
         ]
-        for port, shape in self.broadcast_to(tensors).items():
+        for port, shape in self.stretched(tensors).items():
             if port in ("bias", "dBias"):
                 own, nbytes = tensors[port], dataclasses.replace(tensors[port], shape=shape).nbytes
                 xla, cudnn = ("first broadcasts the bias to", "reads")
@@ -121,9 +133,9 @@ class Biased(Node):
                 )
         return "; ".join(said)
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if "bias" not in tensors:
-            return super().refuses(tensors, graph)
+            return super().support(tensors, graph)
         bias = tensors["bias"]
         if "O" in tensors and bias.order:  # random graph 704, on an H200
             *_, fastest = (axis for axis in bias.order if bias.shape[axis] > 1 or axis == _KEYS)
@@ -141,7 +153,7 @@ class Biased(Node):
         read = [name for call in graph.calls for _, name in call.inputs].count(bias.name)
         alone = bias.name in graph.inputs and read == 1
         if bias.shape == wanted or (alone and bias.shape[_KEYS] == wanted[_KEYS]):
-            return super().refuses(tensors, graph)
+            return super().support(tensors, graph)
         return Reason(
             f"cuDNN misreads a bias of {list(bias.shape)}, which is broadcast over queries or "
             "keys, unless it is an operand that no other operation in its plan computes or reads: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -13,7 +13,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.example import Example
-from ..._core.graph.node import NUMBERS_ONLY, Node, frozen
+from ..._core.graph.node import NUMBERS_ONLY, ROW_MAJOR, Anchor, Node, Seen, frozen
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
 from .base import (
@@ -43,13 +43,8 @@ class Scaled(Node):
     """Attention whose operands have scales. Subclasses state the fields ``bounds``, whose names
     differ between pygraph's methods, and the ports that are fp8 and float32."""
 
-    anchor = True
-    product = True
-    keeps_dtypes = True
-    row_major = True
-    apart = True
-    writes_all = True
-    broadcasts_around = NUMBERS_ONLY
+    anchor = Anchor(product=True, writes_all=True, keeps_dtypes=True, broadcasts=NUMBERS_ONLY)
+    order = ROW_MAJOR
     dtypes = FP8
     selecting = LENGTHS[:1]
     of_all_examples = (
@@ -100,7 +95,7 @@ class Scaled(Node):
             )
         check_shapes(inputs, {port: self.factor_shape(port, inputs) for port in factors})
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
         if len(kinds) > 1:
             return Reason(
@@ -111,6 +106,9 @@ class Scaled(Node):
                 "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
             )
         return read_again(self.results, tensors, graph)
+
+    def layout(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Seen:
+        return Seen(separate=True)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
@@ -357,14 +355,14 @@ class SdpaFp8Backward(Ordered, Scaled):
             for port in self.results
         }
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
             return Reason(
                 f"with {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's "
                 f"fp8 backward writes zeros to part of dQ: pad them to multiples of {TILE}, and "
                 "pass the lengths as seq_len_q and seq_len_kv"
             )
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         from .fp8_reference import Fp8Attention

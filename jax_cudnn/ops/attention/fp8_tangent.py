@@ -4,7 +4,7 @@ gradients scaled by bounds of their magnitude."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import Node, frozen
+from ..._core.graph.node import EVEN_IF_STRICT, Node, frozen
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
 from .fp8 import SdpaFp8, SdpaFp8Backward
 
@@ -44,8 +44,7 @@ class Quantize(Node):
 
     method = "quantize"
     requires = "runs in XLA: not an operation of cuDNN graphs"
-    leftover = True
-    outside = True
+    xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("OUT_0",))
 
     dtype: str
@@ -57,8 +56,8 @@ class Quantize(Node):
         wide = quantizable(input) if self.dtype in FP8 else input.astype(jnp.float32)
         return (wide * scale.astype(jnp.float32),)
 
-    def linear_in(self, port: str) -> bool:
-        return port == "input"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"input"}
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
@@ -82,8 +81,7 @@ class Bounds(Node):
 
     method = "bounds"
     requires = "runs in XLA: not an operation of cuDNN graphs"
-    leftover = True
-    outside = True
+    xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("size", "norm"))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -115,8 +113,7 @@ class QuantizeGradient(Node):
 
     method = "quantize_gradient"
     requires = "runs in XLA: not an operation of cuDNN graphs"
-    leftover = True
-    outside = True
+    xla_only = EVEN_IF_STRICT
 
     attn_scale: float
     queries: int
@@ -173,8 +170,7 @@ class Unscale(Node):
 
     method = "unscale"
     requires = "runs in XLA: not an operation of cuDNN graphs"
-    leftover = True
-    outside = True
+    xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "descale"), ("OUT_0",))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -183,8 +179,8 @@ class Unscale(Node):
     def reference(self, *, input: jax.Array, descale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (input.astype(jnp.float32) / descale.astype(jnp.float32),)
 
-    def linear_in(self, port: str) -> bool:
-        return port == "input"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"input"}
 
 
 def _largest(x: jax.Array) -> jax.Array:

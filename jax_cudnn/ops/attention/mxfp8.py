@@ -240,12 +240,12 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
             for port in self.results
         }
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[3] > 128:
             return Reason(
                 "the order of the scales of q_T and k_T is unknown for head sizes above 128"
             )
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         from .fp8_reference import MxAttention

@@ -15,7 +15,7 @@ from ..._core.graph.dims import Shape
 from ..._core.graph.example import Example
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Node, OtherForm, frozen
-from ..._core.reasons import Kind, Reason
+from ..._core.reasons import Reason
 from . import extras as extras
 from .base import BOTTOM_RIGHT, Attending, Ordered
 
@@ -125,7 +125,7 @@ class SdpaBackward(Ordered, Attending):
         of = {"dQ": "q", "dK": "k", "dV": "v", **_OPTIONAL}
         return {name: (inputs[of[name]].shape, inputs[of[name]].dtype) for name in self.results}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if "block_mask" in tensors:
             return Reason("cuDNN's attention backward does not support a block mask")
         if math.prod(self.scores(tensors)[:3]) == 1:
@@ -142,19 +142,19 @@ class SdpaBackward(Ordered, Attending):
             return Reason("cuDNN sums dSink_token in no fixed order")
         if self.dSink_token and self.dropout_probability is not None:
             return Reason("cuDNN computes a wrong dSink_token together with dropout")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         found = self.attention(precision).backward(arrays)
         return tuple(found[port] for port in self.results)
 
-    def linear_in(self, port: str) -> bool:
-        return port == "dO"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"dO"}
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        if not all(map(self.linear_in, tangents)):
+        if not self.linear_in(tangents.keys()):
             inputs = extras.with_mask(self, g, inputs)
         return super().jvp(g, tangents, inputs, outputs)
 
@@ -166,7 +166,8 @@ class SdpaBackward(Ordered, Attending):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, **{n: False for n in _OPTIONAL if n in results})
 
-    def instead(self) -> OtherForm | None:
+    @property
+    def otherwise(self) -> OtherForm | None:
         if not self.use_deterministic_algorithm or self.dBias:
             return None
         return OtherForm(dataclasses.replace(self, use_deterministic_algorithm=False), *_ORDERED)
@@ -326,10 +327,6 @@ class Sdpa(Attending):
         attention = self.attention(precision)
         results = attention.forward(arrays)[: 1 + self.generate_stats]
         return (*results, attention.mask(arrays)) if self.rng_dump else results
-
-    def needs(self, ports: Collection[str]) -> Reason | None:
-        tiles = Reason(extras.NEEDS_OF_TILES, Kind.REQUIREMENT)
-        return tiles if "block_mask" in ports else None
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

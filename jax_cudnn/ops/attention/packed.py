@@ -15,7 +15,7 @@ from jax.core import max_dim
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
-from ..._core.graph.node import Node, View, frozen
+from ..._core.graph.node import Edge, Node, View, frozen
 from ..._core.reasons import Reason
 from . import reference as attention_reference
 from .bias import LENGTHS, Biased
@@ -52,6 +52,8 @@ class _Packed(Biased, Arranged):
     max_total_seq_len_kv: int
 
     integers = _INTEGERS
+    initial: ClassVar[Mapping[str, float]] = {}
+    """What tokens of no sequence hold in the results."""
     offsets = _OFFSETS_OF
     requires = (
         "bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for gradients; "
@@ -101,12 +103,15 @@ class _Packed(Biased, Arranged):
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if self.max_seq_len_q == 1:
             return Reason("cuDNN computes a single query of a sequence whatever its length")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
-    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+    def boundary(self, tensors: Tensors) -> Edge:
+        return super().boundary(tensors)._replace(integers=_INTEGERS, initial=self.initial)
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
         rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys

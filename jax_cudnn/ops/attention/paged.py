@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import Node, View, frozen
+from ..._core.graph.node import Edge, Node, Seen, View, frozen
 from . import reference as attention_reference
 from .bias import LENGTHS
 from .operands import computed
@@ -72,7 +73,7 @@ class PagedSdpa(Arranged):
         found = {"O": ((*q[:3], v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
         return {port: found[port] for port in self.results}
 
-    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
+    def layout(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Seen:
         """The arrays with heads before tokens."""
         tokens_first = {
             "q": not self.queries_heads_first,
@@ -80,12 +81,16 @@ class PagedSdpa(Arranged):
             "k": not self.heads_first,
             "v": not self.heads_first,
         }
-        if not tokens_first.get(port):
-            return ()
-        b, s, h, d = tensors[port].shape
-        return (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
+        views = {}
+        for port in tensors.keys() & (port for port, first in tokens_first.items() if first):
+            b, s, h, d = tensors[port].shape
+            views[port] = (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
+        return Seen(views)
 
-    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+    def boundary(self, tensors: Tensors) -> Edge:
+        return Edge(integers=_INTEGERS, clipped=functools.partial(self.clipped, tensors))
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Page indices and lengths, clipped to the existing pages."""
         k, queries = tensors["k"].shape, self._queries(tensors["q"].shape)[1]
         tables = {port: jnp.clip(given[port], 0, k[0] - 1) for port in _TABLES}

@@ -118,10 +118,10 @@ class QkvSdpaBackward(_Qkv):
             for name, port in zip(self.results, ("qkv", "bias"), strict=False)
         }
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if tensors["qkv"].shape[1] == 1:
             return Reason("cuDNN does not support gradients for one query and one key")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         found = self.base.attention(precision).backward(self.arrays(arrays))

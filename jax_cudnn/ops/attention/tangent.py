@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -12,7 +12,7 @@ from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import NUMBERS_ONLY, Node, OtherForm, frozen
+from ..._core.graph.node import ROW_MAJOR, XLA_ONLY, Engines, Node, frozen
 from ..._core.reasons import Reason
 from .base import LENGTHS, Attending, wrong_dtypes
 from .extras import sink_gradient
@@ -38,7 +38,7 @@ class SinkGradient(Node):
     """dSink_token of sdpa_backward, summed by XLA in a fixed order."""
 
     method = "sdpa_sink_gradient"
-    leftover = True
+    xla_only = XLA_ONLY
     ports = derived_ports(("o", "dO", "stats", "sink_token"), ("dSink_token",))
     requires = "XLA sums the gradient of sinks: cuDNN's sum has no fixed order, and no padding"
 
@@ -48,8 +48,8 @@ class SinkGradient(Node):
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         return (sink_gradient(*(arrays[port] for port in self.ports.input_names)),)
 
-    def linear_in(self, port: str) -> bool:
-        return port == "dO"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"dO"}
 
 
 @frozen
@@ -142,12 +142,10 @@ class Arranged(Node):
 
     base: Any  # Sdpa or SdpaBackward
 
-    anchor = True
-    product = True
-    keeps_dtypes = True
-    row_major = True
-    writes_all = True
-    broadcasts_around = NUMBERS_ONLY
+    anchor = Attending.anchor
+    order = ROW_MAJOR
+    integers: ClassVar[tuple[str, ...]] = LENGTHS
+    """int32 ports with the positions of elements in other operands."""
     dtypes = FLOATS
     selecting = LENGTHS[:1]
     rounding = Attending.rounding
@@ -164,9 +162,11 @@ class Arranged(Node):
     def settled(self) -> Node:
         return dataclasses.replace(self, base=self.base.settled())
 
-    def instead(self) -> OtherForm | None:
-        other = self.base.instead()
-        return other and other._replace(node=dataclasses.replace(self, base=other.node))
+    def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
+        other = self.base.otherwise
+        if other is not None:
+            other = other._replace(node=dataclasses.replace(self, base=other.node))
+        return Engines(otherwise=other)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -175,8 +175,8 @@ class Arranged(Node):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, base=self.base.without(results))
 
-    def linear_in(self, port: str) -> bool:
-        return self.base.linear_in(port)
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return self.base.linear_in(ports)
 
     @property
     def score_mod(self) -> Any:
@@ -191,7 +191,7 @@ class Arranged(Node):
         """The node that computes the gradients with respect to these ports."""
         raise NotImplementedError
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if len(graph.calls) > 1:
             return Reason(f"{self.method} needs its own plan, because of its storage layout")
         return wrong_dtypes(self.results, tensors)

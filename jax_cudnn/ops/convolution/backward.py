@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.dtypes import itemsize
+from ..._core.graph.dtypes import arithmetic, itemsize
 from ..._core.graph.example import Example
-from ..._core.graph.node import ONE_ELEMENT
+from ..._core.graph.node import ONE_ELEMENT, Anchor, Engines
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Reason
 from .base import SOLVERS, ConvolutionGradient, Roles
@@ -106,12 +106,12 @@ class ConvDgrad(ConvolutionGradient):
         self.check_forward(_named(loss, "DX", shape), filter, loss)
         return {"DX": (shape, product_dtype(inputs))}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: for 16 bits cuDNN refuses this, for float32 it
         # computes wrong results (relative error 1.0).
         if any(step > 1 for step in self.stride) and len(graph.calls) > 1:
             return Reason("it has strides and the graph has other operations")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
@@ -121,13 +121,13 @@ class ConvDgrad(ConvolutionGradient):
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
         # 16 bits. On an H100: if the padding before and after differs, engine 50 is wrong for
         # float32 (relative error 1.4).
         wide = tensors["DX"].dtype == "float32" != tensors["loss"].dtype
         uneven = (50,) if self.pre_padding != self.post_padding else ()
-        return (*uneven, *((8,) if wide else super().distrusted(tensors, graph)))
+        return Engines(wrong=(*uneven, *((8,) if wide else super().engines(tensors, graph).wrong)))
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
@@ -165,7 +165,7 @@ class ConvDgrad(ConvolutionGradient):
             dimension_numbers=jax.lax.ConvDimensionNumbers(axes, of_filter, axes),
             feature_group_count=groups,
             precision=precision,
-            accumulator=self.accumulator,
+            accumulator=arithmetic(self.compute_data_type),
         )
         return (out,)
 
@@ -194,7 +194,7 @@ class ConvWgrad(ConvolutionGradient):
     method = "conv_wgrad"
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
     roles = Roles("image", "DW", "loss")
-    broadcasts_around = ONE_ELEMENT
+    anchor = Anchor(product=True, broadcasts=ONE_ELEMENT)
     deterministic = False
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
@@ -255,14 +255,14 @@ class ConvWgrad(ConvolutionGradient):
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding
         # before and after differs, they are wrong, with relative errors of 7e-2 and more; engine 2
         # (on H200, random graph 257) adds a tensor to 16-bit weights of 4 channels wrongly.
         uneven = self.pre_padding != self.post_padding
         channels = tensors["DW"].shape[:2] if itemsize(tensors["image"].dtype) == 2 else ()
         wrong = (*((1, 18, 20) if uneven else ()), *((2,) if any(n % 8 for n in channels) else ()))
-        return (*wrong, *super().distrusted(tensors, graph))
+        return Engines(wrong=(*wrong, *super().engines(tensors, graph).wrong))
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, loss: jax.Array, *, precision: Any = None
@@ -293,7 +293,7 @@ class ConvWgrad(ConvolutionGradient):
             dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
             batch_group_count=c // i,
             precision=precision,
-            accumulator=self.accumulator,
+            accumulator=arithmetic(self.compute_data_type),
         )
         return (self.cross_correlated(out),)
 

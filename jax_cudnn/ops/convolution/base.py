@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import Node, frozen
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Node, frozen
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
@@ -57,11 +57,9 @@ class Convolution(Node):
     convolution_mode: str = "CROSS_CORRELATION"
 
     roles: ClassVar[Roles]
-    anchor = True
-    product = True
+    anchor = Anchor(product=True)
     dtypes = PRODUCTS
-    least_rank = 4
-    channels_last = True
+    order = CHANNELS_LAST
 
     @classmethod
     def create(
@@ -80,7 +78,7 @@ class Convolution(Node):
             )
         )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # All measured on an H200 with cuDNN 9.19, which accepts each of them.
         first, second = (tensors[port] for port in self.ports.input_names)
         if first.name == second.name:  # fails at execution, or computes wrong results
@@ -98,17 +96,17 @@ class Convolution(Node):
             )
         return in_mixed_orders(tensors, self.roles.result, graph)
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: engine 8, which multiplies float32 without TF32,
         # computes wrong results if the epilogue adds a tensor computed independently in the graph.
         made = {tensors[self.ports.output_names[0]].name}
         for call in graph.calls:
             if not call.node.anchor and made.isdisjoint(name for _, name in call.inputs):
-                return (8,)
+                return Engines(wrong=(8,))
             made.update(name for _, name in call.outputs)
-        return ()
+        return Engines()
 
-    def is_linear(self, ports: Collection[str]) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
     def jvp(

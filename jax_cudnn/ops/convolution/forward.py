@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.dtypes import FLOATS, wide_dtype
+from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
 from ..._core.graph.example import Example
-from ..._core.graph.node import Node
+from ..._core.graph.node import Anchor, Engines, Node
 from ..._core.graph.promotion import product_dtype
 from .base import SOLVERS, Convolution, Roles
 from .reference import convolved
@@ -53,7 +53,7 @@ class ConvFprop(Convolution):
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     batch = "n"
     roles = Roles("image", "weight", "Y")
-    prologue = "genstats"  # in float16
+    anchor = Anchor(product=True, prologue="genstats")  # in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "
@@ -98,23 +98,23 @@ class ConvFprop(Convolution):
         self.sizes(inputs)
         return {"Y": (self.forward_shape(**inputs), product_dtype(inputs))}
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: for int8, engines 0 and 28 write wrong int32 results
         # (832 becomes 1610612736); the other engines are correct. For float32, engine 53 fails at
         # execution if an intermediate value is a second result, for example kept for a derivative
         # (CUDNN_STATUS_INTERNAL_ERROR: get_user_ptrs()[idx] != nullptr); 52 is of the same kind and
         # is what planning without a GPU chooses.
-        if tensors["Y"].dtype == "int32":
-            return (0, 28)
-        wide = tensors["image"].dtype == "float32" and len(graph.outputs) > 1
-        return (*((52, 53) if wide else ()), *super().distrusted(tensors, graph))
-
-    def needs_knob(self, graph: GraphSpec) -> str:
+        several = len(graph.outputs) > 1
+        wide = tensors["image"].dtype == "float32" and several
+        wrong = (*((52, 53) if wide else ()), *super().engines(tensors, graph).wrong)
         # Measured on an H200 with cuDNN 9.19: the engines written for convolution, bias and relu
         # (0, 11, 51) accept graphs with two results and fail at execution. The engines that
         # generate a kernel for any graph have this knob.
         pointwise = all(c.node.anchor or c.node.ports.is_elementwise for c in graph.calls)
-        return "KERNEL_CFG" if pointwise and len(graph.outputs) > 1 else ""
+        return Engines(
+            wrong=(0, 28) if tensors["Y"].dtype == "int32" else wrong,
+            knob="KERNEL_CFG" if pointwise and several else "",
+        )
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
@@ -147,7 +147,7 @@ class ConvFprop(Convolution):
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(rank + 2))] * 3),
             feature_group_count=image.shape[1] // weight.shape[1],
             precision=precision,
-            accumulator=self.accumulator,
+            accumulator=arithmetic(self.compute_data_type),
         )
         return (out,)
 

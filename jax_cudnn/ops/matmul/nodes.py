@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
-from ..._core.graph.dtypes import FP8, PRODUCTS, itemsize
+from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.example import Example
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, Node, frozen
+from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Node, frozen
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
 from ..transformations import alike, product_jvp
@@ -79,11 +79,8 @@ class Matmul(Node):
         "dimensions that broadcast all or none, in every tensor of the graph, and are contiguous "
         "in memory"
     )
-    anchor = True
-    product = True
-    matrices = True
-    prologue = ANY
-    broadcasts_around = ANY
+    anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY)
+    order = MATRICES
     dtypes = PRODUCTS
     examples = (
         Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
@@ -113,7 +110,7 @@ class Matmul(Node):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {"C": (super().infer(inputs)["C"][0], product_dtype(inputs))}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}
         if floats and graph.options.precision in ("high", "highest"):
             return Reason(
@@ -162,13 +159,13 @@ class Matmul(Node):
             )
         return None
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: with float32 operands, the cuBLASLt engine writes
         # garbage into 16-bit and 8-bit results.
         narrow = {tensor.dtype for tensor in graph.output_tensors} - {"float32"}
-        return (0,) if graph.has_float32_product and narrow else ()
+        return Engines(wrong=(0,) if graph.has_float32_product and narrow else ())
 
-    def is_linear(self, ports: Collection[str]) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
     def jvp(
@@ -226,19 +223,16 @@ class Matmul(Node):
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][-1]
 
-    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+    def boundary(self, tensors: Tensors) -> Edge:
         batch = tuple(map(max, tensors["A"].shape[:-2], tensors["B"].shape[:-2]))
         whole = (batch, (1,) * len(batch))
-        return {
-            port: (*batch, *tensor.shape[-2:])
-            for port, tensor in tensors.items()
-            if tensor.shape[:-2] not in whole
-        }
+        others = {port: t for port, t in tensors.items() if t.shape[:-2] not in whole}
+        return Edge({port: (*batch, *tensor.shape[-2:]) for port, tensor in others.items()})
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
-        A, B = product_operands(A, B, accumulator=self.accumulator)
+        A, B = product_operands(A, B, accumulator=arithmetic(self.compute_data_type))
         return self._multiplied(A, B, precision)
 
     def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -253,7 +247,8 @@ class Matmul(Node):
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         """The product of operands of one dtype."""
-        return (jnp.matmul(A, B, precision=precision, preferred_element_type=self.accumulator),)
+        kind = arithmetic(self.compute_data_type)
+        return (jnp.matmul(A, B, precision=precision, preferred_element_type=kind),)
 
 
 @frozen
@@ -332,8 +327,8 @@ class Contraction(Matmul):
         name = "batched" if "B" in fold else "rows"
         return replace(self, **{name: getattr(self, name) + 1})
 
-    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
-        return {}
+    def boundary(self, tensors: Tensors) -> Edge:
+        return Edge()
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         arrays = A, B
@@ -345,7 +340,7 @@ class Contraction(Matmul):
             axes = [number[a] for i, a in enumerate(port.axes) if i not in thin]
             given += [jnp.squeeze(x, thin), axes]
         result = [number[a] for a in self.ports.outputs[0].axes]
-        kind = self.accumulator
+        kind = arithmetic(self.compute_data_type)
         y = jnp.einsum(*given, result, precision=precision, preferred_element_type=kind)
         return (y,)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from ..._core.graph.dims import Dims, Shape
-from ..._core.graph.dtypes import FLOATS, FP8, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Node, frozen
+from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
+from ..._core.graph.node import NUMBERS_ONLY, Anchor, Node, frozen
 from ..._core.reasons import Reason
 from .extents import Extent
 
@@ -35,17 +35,17 @@ BACKWARD_DIMS = (
     "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
 )
 
+ANCHOR = Anchor(writes_all=True, broadcasts=NUMBERS_ONLY)
+"""Of all normalizations."""
+
 
 class Normalizing(Node):
     """Shapes of a normalization and its backward."""
 
     extent: ClassVar[Extent]
-    anchor = True
-    writes_all = True
+    anchor = ANCHOR
     vmaps_by_reference = True
     dtypes = FLOATS
-    prologue = ""
-    broadcasts_around = NUMBERS_ONLY
     computed: ClassVar[tuple[str, ...]] = ()
     """The operands that any operation in the same plan may compute."""
 
@@ -79,7 +79,7 @@ class Normalizing(Node):
                 )
         return shape, statistics
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         arrays = [p for p in ("epsilon", "momentum") if p in tensors and tensors[p].value is None]
         if arrays:
             return Reason(
@@ -165,7 +165,8 @@ class Normalization(Normalizing):
         if input.dtype.itemsize > 2 or not self.extent.favours(size, kept):
             return None
         arrays = {"input": input, **others}
-        wide: Any = {port: x.astype(self.accumulator) for port, x in arrays.items()}
+        kind = arithmetic(self.compute_data_type)
+        wide: Any = {port: x.astype(kind) for port, x in arrays.items()}
         return self.reference(**wide, moments=self.extent.at_once)
 
     def jvp(
@@ -268,8 +269,8 @@ class NormalizationBackward(Normalizing):
         found = {"DX": dx, "DScale": dscale, "DBias": dbias}
         return tuple(found[port] for port in self.results)
 
-    def linear_in(self, port: str) -> bool:
-        return port == "grad"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"grad"}
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
@@ -329,8 +330,8 @@ class NormalizationTangent(ByReference):
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
         return derived_ports((*self.inner, *self.given.values()), self.made.values())
 
-    def linear_in(self, port: str) -> bool:
-        return port in self.given.values()
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {*self.given.values()}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x, statistic = inputs["input"], inputs["inv_var"]

@@ -12,11 +12,11 @@ from jax.core import max_dim
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.dtypes import FLOATS
+from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.example import Example
-from ..._core.graph.node import Node
+from ..._core.graph.node import XLA_ONLY, Node
 from ..._core.reasons import Kind, Reason
-from .base import BACKWARD_DIMS, Moments, normalized
+from .base import ANCHOR, BACKWARD_DIMS, Moments, normalized
 from .channels import (
     CHANNELS,
     IMAGES,
@@ -64,22 +64,24 @@ class BatchnormBackward(BackwardOfChannels):
     """
 
     method = "batchnorm_backward"
-    prologue = "mul"  # with a mask, see masks.py
     computed = ("grad",)
-    takes_masks = True
-    returns_prologue = True
+    anchor = ANCHOR._replace(
+        prologue="mul",  # with a mask, see masks.py
+        returns_prologue=True,
+        bit_masks=True,
+    )
     dims = BACKWARD_DIMS
     requires = "channels a multiple of 8"
     extent = Spatial(batch=True)
     examples = (backward_example(IMAGES),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
             made = {name for _, name in call.outputs}
             dtypes = {graph.tensor(name).dtype for _, name in call.inputs}
             if tensors["grad"].name in made and "bool" not in dtypes:
                 return Reason(f"{call.name} computes its grad and is not a mask")
-        return super().refuses(tensors, graph) or _odd_channels(tensors)
+        return super().support(tensors, graph) or _odd_channels(tensors)
 
 
 @register
@@ -116,7 +118,7 @@ class Batchnorm(ForwardOfChannels):
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
     requires = "channels a multiple of 8; epsilon and momentum Python scalars"
-    takes_masks = True
+    anchor = ANCHOR._replace(bit_masks=True)
     rounding = (
         f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an estimated mean"
     )
@@ -137,8 +139,8 @@ class Batchnorm(ForwardOfChannels):
         for dtype in ("bfloat16", "float16", "float32")
     )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return super().refuses(tensors, graph) or _odd_channels(tensors)
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return super().support(tensors, graph) or _odd_channels(tensors)
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -222,7 +224,7 @@ class BatchnormInference(Node):
     method = "batchnorm_inference"
     smooth = True
     dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
-    leftover = True
+    xla_only = XLA_ONLY
     dtypes = FLOATS
     requires = "runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200"
     examples = (
@@ -257,16 +259,15 @@ class BatchnormInference(Node):
         bias: jax.Array,
     ) -> tuple[jax.Array, ...]:
         given = (input, mean, inv_variance, scale, bias)
-        wide = (x.astype(self.accumulator) for x in given)
+        wide = (x.astype(arithmetic(self.compute_data_type)) for x in given)
         x, mean, inv_variance, scale, bias = wide
         return (normalized(x, mean, inv_variance) * scale + bias,)
 
     def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
         if "input" in arrays:
             return None
-        mean, inv_variance, scale, bias = (
-            arrays[port].astype(self.accumulator) for port in self.ports.input_names[1:]
-        )
+        kind, ports = arithmetic(self.compute_data_type), self.ports.input_names[1:]
+        mean, inv_variance, scale, bias = (arrays[port].astype(kind) for port in ports)
         return inv_variance * scale, bias - mean * inv_variance * scale
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:

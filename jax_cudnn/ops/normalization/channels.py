@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..._core.graph.builder import register
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.example import Example
+from ..._core.graph.node import CHANNELS_LAST
 from ..._core.reasons import Reason
 from .base import BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial
@@ -35,8 +36,7 @@ class OfChannels(Normalizing):
     """A normalization per channel: arrays are stored channels-last."""
 
     extent: ClassVar[Spatial]
-    least_rank = 4
-    channels_last = True
+    order = CHANNELS_LAST
     requires = "epsilon is a Python scalar"
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
@@ -52,12 +52,12 @@ class OfChannels(Normalizing):
 class BackwardOfChannels(OfChannels, NormalizationBackward):
     """Requires one dtype for all arrays with the shape of x."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: into a float32 DX it writes the 16 bits of input.
         dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
         if len({*dtypes.values()}) > 1:
             return Reason(f"{', '.join(f'{port} is {dtype}' for port, dtype in dtypes.items())}")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
 
 class ForwardOfChannels(OfChannels, Normalization):
@@ -115,7 +115,7 @@ class InstancenormBackward(BackwardOfChannels):
     extent = Spatial(batch=False)
     examples = (backward_example(_IMAGE),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with 8 images, DScale and DBias miss one or more,
         # different ones in each run, so they are off by up to their own size. DX is correct.
         images = tensors["input"].shape[0]
@@ -123,7 +123,7 @@ class InstancenormBackward(BackwardOfChannels):
             return Reason(
                 f"with a batch of {images} images, cuDNN drops some from DScale and DBias"
             )
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
 
 @register

@@ -98,10 +98,10 @@ class Adalayernorm(ForwardOfRows):
         ),
     )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if "bias" not in tensors:  # frontend 1.28 reads a null pointer and ends the process
             return Reason("without a bias nvidia-cudnn-frontend 1.28 crashes: pass a bias of zeros")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         if "epsilon" not in batched:
@@ -157,14 +157,14 @@ class LayernormBackward(BackwardOfRows):
         ),
     )
 
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+    def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
         # Measured on an H200 with cuDNN 9.19: these knobs are 1.4 times as fast as those that
         # heuristics propose first for 4096 and 8192 rows, and as fast for 16384.
         fast = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
         preferred = engine == 4 and fast.items() <= knobs.items()
-        if preferred and 2048 < self.length(tensors) <= 4096:
+        if preferred and 2048 < length <= 4096:
             return -1
-        return super().rank(engine, knobs, tensors)
+        return super().rank(length, tensors, engine, knobs)
 
 
 @register
@@ -214,7 +214,7 @@ class Layernorm(ForwardOfRows):
         ),
     )
 
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+    def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
         # Measured on an H200 with cuDNN 9.19: for rows of 768 to 8192 elements the heuristics
         # propose the engine that fuses other operations; the one without is up to 1.4 times as
         # fast.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ..._core.graph.node import ANY, LEAD, Node
+from ..._core.graph.node import ANY, LEAD, MERGED, Engines, Node, Seen
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
-from .base import NormalizationBackward, Normalizing, Phased
+from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
 from .extents import Rows
 
 if TYPE_CHECKING:
@@ -30,36 +31,42 @@ _ROUNDING = "mean and variance in float32, of distances from the mean"
 class OfRows(Normalizing):
     """A row normalization or its backward."""
 
-    merges = True
-    prologue = ANY
+    # Measured on an H200 with cuDNN 9.19: the slow engine, for all shapes, takes 3 times as long as
+    # XLA in the forward and up to 45 times in the backward. It is the only one for rows of 1000.
+    anchor = ANCHOR._replace(prologue=ANY, slow=(1,))
+    order = MERGED
     requires = _REQUIRES
 
     extent: ClassVar[Rows]
-    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes 3 times as long as XLA in
-    # the forward and up to 45 times in the backward. It is the only one for rows of 1000 elements.
-    slow = (1,)
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class for a leading dimension in all operands, with a separate scale per index."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
         axes = self.extent.reduced(x.shape, tensors["scale"].shape)
         order = [axis for axis in graph.layout.orders[x.name] if x.shape[axis] > 1]
         if axes and {*order[-len(axes) :]} != {*axes}:
             return Reason(f"the normalized dimensions {list(axes)} are not the last in memory")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def length(self, tensors: Mapping[str, Tensor]) -> int:
         """Elements of a row."""
         x, scale = tensors["input"].shape, tensors["scale"].shape
         return math.prod(x[axis] for axis in self.extent.reduced(x, scale))
 
-    def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
-        """The axes that begin a row or follow the batch: with one row per batch element, nothing
-        else separates these."""
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
+        """A row begins, and the batch ends, where dimensions do not merge: with one row per batch
+        element, nothing else separates these."""
         axes = self.extent.reduced(tensors["input"].shape, tensors["scale"].shape)
-        rows = [next(axis for axis in order if axis in axes)] if axes else []
-        return (*rows, *order[self.extent.first : 2 * self.extent.first])
+        rows = [axis for axis in order if axis in axes]
+        return Seen(begins=(*rows[:1], *order[self.extent.first : 2 * self.extent.first]))
+
+    def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
+        return Engines(rank=functools.partial(self.rank, self.length(tensors), tensors))
+
+    def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
+        """See :class:`Engines`; ``length`` is that of a row."""
+        return 0
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """cuDNN has separate kernels for rows that fit one block of threads and for longer ones."""
@@ -100,10 +107,10 @@ def ones(g: Derivation, scale: Tensor) -> GraphTensor:
 class BackwardOfRows(OfRows, NormalizationBackward):
     """Also sums over rows, so with few rows much of the GPU is idle."""
 
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+    def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
         # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
         # without splitting rows, which the heuristics propose first.
-        length, x = self.length(tensors), tensors["input"].shape
+        x = tensors["input"].shape
         few_long_rows = length > 8192 and math.prod(x) // length <= 2048
         return -1 if few_long_rows and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0 else 0
 
@@ -114,9 +121,9 @@ class ForwardOfRows(OfRows, Phased):
     rounding = _ROUNDING
     computed = ("input",)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
             if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
                 # Planning crashes the process (SIGSEGV in cuDNN 9.19, float32).
                 return Reason(f"cuDNN's planner fails with {call.name} in the same plan")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)

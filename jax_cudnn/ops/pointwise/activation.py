@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._core.graph.builder import register
 from ..._core.graph.example import Example
-from ..._core.graph.node import frozen
+from ..._core.graph.node import Engines, frozen
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
@@ -27,9 +27,10 @@ TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
 _UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
 
 
-def ignores_attributes(graph: GraphSpec) -> tuple[int, ...]:
-    """The engine (cuBLASLt) that treats every relu as max(input, 0), measured with cuDNN 9.19."""
-    return (0,) if graph.has_anchor else ()
+def with_attributes(graph: GraphSpec) -> Engines:
+    """Without the engine (cuBLASLt) that treats every relu as max(input, 0), measured with cuDNN
+    9.19."""
+    return Engines(wrong=(0,) if graph.has_anchor else ())
 
 
 def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Example, ...]:
@@ -178,16 +179,16 @@ class Relu(Clipped):
     jax_names = ("relu", "relu6")
     examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
         if graph.has_anchor and self.steepness and self.upper_clip is not None:
             return Reason(
                 "it follows a convolution or matmul and has both a slope and an upper clip"
             )
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        return () if self.is_plain else ignores_attributes(graph)
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
+        return Engines() if self.is_plain else with_attributes(graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         low, slope = self.low, self.steepness
@@ -232,8 +233,8 @@ class LeakyRelu(Pointwise):
 
     negative_slope: float
 
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        return ignores_attributes(graph)
+    def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
+        return with_attributes(graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(input <= 0, self.negative_slope * input, input),)

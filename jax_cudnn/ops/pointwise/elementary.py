@@ -40,11 +40,11 @@ class Identity(Pointwise):
     jax_names = ("positive",)
     examples = usual("input")
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with equal types, the result is not written.
         if graph.has_anchor and tensors["input"].dtype == tensors["OUT_0"].dtype:
             return Reason("it changes nothing, and then cuDNN does not write its result")
-        return super().refuses(tensors, graph)
+        return super().support(tensors, graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)

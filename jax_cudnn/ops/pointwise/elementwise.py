@@ -57,7 +57,7 @@ class Pointwise(Node):
     alike: ClassVar[bool] = False
     """Whether cuDNN computes correct results only for operands of equal shapes."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: a backward operation that is alone in a graph reads a
         # broadcast operand out of bounds.
         if self.shaped and tensors[self.shaped].literal is not None:
@@ -98,7 +98,7 @@ class Pointwise(Node):
         """
         return NotImplemented
 
-    def is_linear(self, ports: Collection[str]) -> bool:
+    def linear_in(self, ports: Collection[str]) -> bool:
         (out,) = self.ports.output_names
         return all(port in self.reads and not {*ports, out} & {*self.reads[port]} for port in ports)
 

@@ -13,7 +13,7 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.example import Example
-from ..._core.graph.node import LEAD, frozen
+from ..._core.graph.node import CHANNELS_LAST, LEAD, frozen
 from ..._core.graph.promotion import result_dtype
 from ..._core.graph.wire import register_conversions
 from ..._core.reasons import Reason
@@ -225,13 +225,13 @@ class GenIndex(Pointwise):
             )
         return {"OUT_0": (shape, "int32")}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: after a matmul axes 0 and 1 are mixed up, and in the
         # graph of a convolution the indices are wrong for images of 6 x 14, right for 8 x 8.
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
             return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
-        if any(call.node.channels_last for call in graph.calls):
+        if any(call.node.order == CHANNELS_LAST for call in graph.calls):
             return Reason("cuDNN counts wrongly in a graph with a convolution")
         return None
 

@@ -7,7 +7,7 @@ and reads it directly. It takes a sixteenth of the memory of relu's 16-bit resul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.example import Example
-from ..._core.graph.node import Node, frozen
+from ..._core.graph.node import Edge, Node, frozen
 from ..._core.graph.wire import BITS
 from ..._core.reasons import Reason
 from .activation import Relu
@@ -77,7 +77,6 @@ class ReluMask(Node):
     dims = "input: *x -> OUT_0: *x, MASK: *m"
     dtypes = FLOATS
     requires = "together with batchnorm"
-    masks = ("MASK",)
     examples = (Example({"input": _IMAGES}, alone=False),)
 
     has_mask: bool = True
@@ -86,8 +85,9 @@ class ReluMask(Node):
     def results(self) -> tuple[str, ...]:
         return ("OUT_0", "MASK") if self.has_mask else ("OUT_0",)
 
-    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
-        return (Relu(), ("input",), "OUT_0"), (cmp_gt(), ("OUT_0", 0.0), "MASK")
+    def boundary(self, tensors: Tensors) -> Edge:
+        bits = (Relu(), ("input",), "OUT_0"), (cmp_gt(), ("OUT_0", 0.0), "MASK")
+        return Edge(bits=bits, masks=("MASK",))
 
     def without(self, results: Collection[str]) -> Node:
         return replace(self, has_mask=False) if "MASK" in results else self
@@ -112,7 +112,7 @@ class ReluMask(Node):
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         return _folds(tensors)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         return Reason(_OTHERWISE.format(self.requires))
 
 
@@ -132,7 +132,6 @@ class Masked(Node):
     dims = "input: *x, mask: *m -> OUT_0: *x"
     dtypes = FLOATS
     requires = "together with batchnorm_backward"
-    masks = ("mask",)
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -153,14 +152,14 @@ class Masked(Node):
     def reference(self, input: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(_unpacked(mask), input, 0),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         return Reason(_OTHERWISE.format(self.requires))
 
-    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
-        return ((mul(), ("input", "mask"), "OUT_0"),)
+    def boundary(self, tensors: Tensors) -> Edge:
+        return Edge(bits=((mul(), ("input", "mask"), "OUT_0"),), masks=("mask",))
 
-    def linear_in(self, port: str) -> bool:
-        return port == "input"
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {"input"}
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

@@ -79,11 +79,11 @@ def operands(plan, low, high):
 
 def integers(spec, values):
     """What a graph is given at each port of integers, and the shapes at all its ports."""
-    (call,) = [call for call in spec.calls if call.node.integers]
+    ((call, ports),) = [(c, p) for c, at in spec.at_ports if (p := c.node.boundary(at).integers)]
     given = dict(zip(spec.inputs, values, strict=True))
     found = {port: np.asarray(given[name]) for port, name in call.inputs if name in given}
     shapes = {port: spec.tensor(name).shape for port, name in (*call.inputs, *call.outputs)}
-    return {port: x for port, x in found.items() if port in call.node.integers}, shapes
+    return {port: x for port, x in found.items() if port in ports}, shapes
 
 
 @pytest.mark.deviceless
@@ -131,13 +131,13 @@ def test_packed_lengths_end_with_their_tokens():
 @pytest.mark.deviceless
 def test_integers_in_bounds_stay_as_they_are():
     spec = planned("packed").spec
-    (call,) = spec.calls
+    ((call, tensors),) = spec.at_ports
     starts, lengths = jnp.array([0, 16, 30, 40]), jnp.array([16, 14, 10])
     given = {}
     for port, name in call.inputs:
         tensor = spec.tensor(name)
         given[name] = jnp.ones(tensor.shape, tensor.dtype)
-        if port in call.node.integers:
+        if port in call.node.boundary(tensors).integers:
             kind = port.removeprefix("ragged_offset_")
             size = {"q": 256, "o": 256, "stats": 4}.get(kind, 128)
             value = starts * size if port != kind else lengths

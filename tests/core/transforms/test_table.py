@@ -120,7 +120,7 @@ def test_a_cast_of_a_constant_alone_stays():
 
 def by_cudnn(case):
     """The same in one plan, measured losses or not; but cut around what is always XLA's."""
-    if any(call.node.leftover for call in SPECS[case.name].calls):
+    if any(call.node.xla_only for call in SPECS[case.name].calls):
         return case
     return dataclasses.replace(case, function=case.function.with_options(implementation="cudnn"))
 

@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_in_memory_is_not_taken(fake, monkeypatch):
 
 
 def test_where_cudnn_lists_no_engines_the_measured_ways_stand(fake, monkeypatch):
-    def refuses(*_):
+    def support(*_):
         raise jc.UnsupportedGraphError("no list")
 
     monkeypatch.setattr(planner, "candidates", refuses)
@@ -672,7 +672,7 @@ def test_an_error_while_other_engines_are_measured_leaves_what_is_known(fake, mo
 
 
 def test_where_cudnn_has_no_engine_a_second_process_measures_nothing(fake, monkeypatch):
-    def refuses(*_):
+    def support(*_):
         raise jc.UnsupportedGraphError("no engine")
 
     monkeypatch.setattr(planner, "plan", refuses)
@@ -720,9 +720,9 @@ def test_operands_are_valid_for_their_ports(case, plain):
     assert all(np.isfinite(np.asarray(x, "float32")).all() for x in drawn)
     for x, kept, tensor in zip(drawn, bounded(spec, drawn), spec.input_tensors, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(kept), tensor.name)
-    for call in spec.calls:
+    for call, tensors in spec.at_ports:
         values = {p: drawn[spec.inputs.index(n)] for p, n in call.inputs if n in spec.inputs}
-        for port in {*values} & {*call.node.integers}:
+        for port in {*values} & {*call.node.boundary(tensors).integers}:
             x = values[port].ravel()
             if x.size == len(values[port]) and x.size > 1 and (x[0], x[-1]) != (0, 0):
                 assert x[-1] > 0, port

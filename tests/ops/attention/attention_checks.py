@@ -10,7 +10,7 @@ from helpers import exactly
 from transformations import relative_error
 
 import jax_cudnn as jc
-from jax_cudnn.ops.attention.nodes import extras as attention_extras
+from jax_cudnn.ops.attention import extras as attention_extras
 
 S = jax.ShapeDtypeStruct
 KEY = jax.random.key(7)

@@ -3,7 +3,7 @@
 import pytest
 from attention_checks import drawing
 
-from jax_cudnn.ops.attention.nodes import reference as attention_reference
+from jax_cudnn.ops.attention import reference as attention_reference
 
 
 @pytest.fixture

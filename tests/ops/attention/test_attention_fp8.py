@@ -18,7 +18,7 @@ from transformations import graphs_of, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops.attention.nodes.fp8_reference import stored
+from jax_cudnn.ops.attention.fp8_reference import stored
 from jax_cudnn.ops.scaling import scale_of
 
 ours, create = jc.ops.dot_product_attention_fp8, jc.ops.DelayedScaling.create

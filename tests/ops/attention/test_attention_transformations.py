@@ -13,8 +13,8 @@ from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops.attention.nodes import reference as attention_reference
-from jax_cudnn.ops.attention.nodes.base import Ordered
+from jax_cudnn.ops.attention import reference as attention_reference
+from jax_cudnn.ops.attention.base import Ordered
 
 S = jax.ShapeDtypeStruct
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
-from jax_cudnn.ops.attention.nodes.score_mod import written as score_mod_written
+from jax_cudnn.ops.attention.score_mod import written as score_mod_written
 
 ours = jc.ops.dot_product_attention
 SCORES_AT_A_TIME = 1500

@@ -11,11 +11,11 @@ from attention_table import of_score, softcap
 from test_score_mod import B, K, N, T, alibi, biased, scaled
 
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops.attention.nodes import reference as attention_reference
-from jax_cudnn.ops.attention.nodes.score_mod import (
+from jax_cudnn.ops.attention import reference as attention_reference
+from jax_cudnn.ops.attention.score_mod import (
     emission as score_mod_emission,
 )
-from jax_cudnn.ops.attention.nodes.score_mod import (
+from jax_cudnn.ops.attention.score_mod import (
     written as score_mod_written,
 )
 
