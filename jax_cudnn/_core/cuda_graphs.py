@@ -18,6 +18,7 @@ from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
 from .graph.bounds import has_bounds
+from .graph.layout import layout
 from .graph.merging import is_reread
 from .graph.spec import Tensor
 from .graph.wire import initial_values, stored, wire
@@ -213,7 +214,7 @@ def _pointers(
 def _pointer(plan: PlannedGraph, tensor: Tensor, array: Any, device: Device) -> int:
     if _is_address(array):
         return int(array)
-    order = wire(plan.spec).layout.order(tensor)
+    order = layout(wire(plan.spec)).order(tensor)
     got = _order(array) if isinstance(array, jax.Array) else None
     fits = got is not None and (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype)
     if not fits or _strided(tensor.shape, got) != _strided(tensor.shape, order):

@@ -15,6 +15,7 @@ from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError, shown
 from .graph.bounds import bounded
+from .graph.layout import layout
 from .graph.spec import GraphSpec, Tensor
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _pairs(plan: PlannedGraph, in_place: InPlace) -> tuple[tuple[int, int], ...]
         if (result.shape, result.dtype) != (source.shape, source.dtype) or result.dtype == "bool":
             why = "a result and the operand whose memory it reuses need the same shape and dtype"
             raise _not_in_place(plan, why, got=f"{source} and {result}; booleans are converted")
-        orders = {spec.layout.order(tensor) for tensor in (result, source)}
+        orders = {layout(spec).order(tensor) for tensor in (result, source)}
         if orders != {tuple(range(len(result.shape)))}:
             why = "JAX arrays are row-major, and this plan uses another layout: XLA would copy them"
             raise _not_in_place(plan, why, got=f"orders {orders} of {source} and {result}")

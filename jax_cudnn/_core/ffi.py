@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import LibraryError
+from .graph.layout import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .graph.wire import initial_values, stored, wire
@@ -102,8 +103,8 @@ def outputs_and_workspace(
         if (value := initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
-    layouts_in = [sent.layout.orders[name] for name in sent.inputs]
-    layouts_out = [sent.layout.orders[name] for name in sent.outputs]
+    layouts_in = [layout(sent).orders[name] for name in sent.inputs]
+    layouts_out = [layout(sent).orders[name] for name in sent.outputs]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(

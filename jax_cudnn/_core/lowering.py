@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from .graph.reference import NARROW, evaluate
 from .graph.spec import GraphSpec
+from .graph.xla_form import NARROW, evaluate
 from .planning.planned_graph import PlannedGraph, PlannedSegment, Segments
 
 Call = Callable[..., Sequence[jax.Array]]

@@ -19,6 +19,7 @@ from . import agreement, compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
 from .graph.bounds import bounded
+from .graph.layout import layout
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec
 from .operands import operands
@@ -99,7 +100,7 @@ class Bench:
             raise MemoryError
         self._device = device
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
-        self._in, self._out = ([spec.layout.orders[t.name] for t in side] for side in sides)
+        self._in, self._out = ([layout(spec).orders[t.name] for t in side] for side in sides)
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
         self._put(plain=False)
         self._filler = jax.device_put(filler, device)

@@ -11,8 +11,8 @@ import jax
 import jax.core
 
 from .._core import compat
-from .._core.graph.reference import NARROW, evaluate
 from .._core.graph.spec import GraphSpec
+from .._core.graph.xla_form import NARROW, evaluate
 from .._core.implementation import AUTO
 from .._core.primitive import cudnn_p
 from .region import Region, as_aval

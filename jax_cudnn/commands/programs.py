@@ -10,8 +10,8 @@ import jax
 from .._core import context
 from .._core.auto import place
 from .._core.errors import GraphError
-from .._core.graph.reference import NARROW, evaluate
 from .._core.graph.spec import GraphSpec
+from .._core.graph.xla_form import NARROW, evaluate
 from .._core.planning.cost import Cost, cost
 from .._core.plans.plan import Plan
 

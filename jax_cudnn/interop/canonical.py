@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .._core.graph.dtypes import is_floating
-from .._core.graph.layout import lies_so
+from .._core.graph.layout import layout, lies_so
 from .._core.graph.spec import GraphSpec, Tensor, intern
 
 
@@ -39,7 +39,7 @@ def with_usual_orders(spec: GraphSpec) -> GraphSpec:
     if all(tensor.order is None for tensor in spec.tensors):
         return spec
     silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
-    usual = replace(spec, tensors=silent).layout.orders
+    usual = layout(replace(spec, tensors=silent)).orders
     tensors = (
         replace(tensor, order=None) if lies_so(tensor, order, order) else tensor
         for tensor, order in zip(spec.tensors, usual.values(), strict=True)

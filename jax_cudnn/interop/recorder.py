@@ -17,7 +17,7 @@ from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS
-from .._core.graph.layout import packed_strides
+from .._core.graph.layout import layout, packed_strides
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.source import user_line
@@ -191,7 +191,7 @@ class Recorder(Inferring):
         """A tensor's strides: as cuDNN sees them once the graph is complete, else as stated."""
         order = tensor._state.order
         if self.spec is not None and tensor.name in {t.name for t in self.spec.tensors}:
-            order = self.spec.layout.orders[tensor.name]
+            order = layout(self.spec).orders[tensor.name]
         return packed_strides(tensor.shape, order or tuple(range(tensor.ndim)))
 
     # -- operations -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fuzz.meaning import graph_call
 from jax_cudnn._core import auto, settings
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.graph.reference import NARROW, evaluate
+from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.planned_graph import PlannedSegment

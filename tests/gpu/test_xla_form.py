@@ -13,7 +13,7 @@ from cases import all_cases
 from transformations import SMALL, is_float, spec_and_operands
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.reference import NARROW, evaluate
+from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.primitive import bind
 
 deviceless = [

@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 from transformations import graphs_of
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.graph.reference import evaluate
 
 RNG = np.random.default_rng(5)
@@ -85,7 +86,7 @@ def test_dimensions_of_one_element_tell_no_order():
 
         spec = jc.graph(graph).trace(x, loss)[1].spec
         (out,) = spec.output_tensors
-        return spec.layout.views[out.name], spec.layout.orders[out.name]
+        return layout(spec).views[out.name], layout(spec).orders[out.name]
 
     assert shown(18, 1, 6, 3, 1) == shown()
     assert shown(18, 6, 2, 1, 1) != shown()

@@ -20,7 +20,10 @@ from .promotion import inferred
 from .reference import applied
 
 if TYPE_CHECKING:
+    from ..transforms.derivation import Derivation
+    from .node import Tensors, Values
     from .spec import Tensor
+    from .tensor import GraphTensor
 
 
 def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
@@ -202,6 +205,35 @@ class Batched(ByReference):
             return applied(self.base, fixed | mapped)
 
         return jax.vmap(function)({port: arrays[port] for port in self.mapped})
+
+
+def jvp(
+    node: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+) -> dict[str, GraphTensor]:
+    """As ``node.jvp``: by the node itself where it is linear in the tangents, else from its
+    reference."""
+    if node.linear_in(tangents.keys()):
+        still = {
+            port: g.zeros(x._state) if node.linear_in({port, *tangents}) else x
+            for port, x in inputs.items()
+            if port not in tangents
+        }
+        given = {port: (tangents if port in tangents else still)[port] for port in inputs}
+        return dict(zip(outputs, g.apply(node, **given), strict=True))
+    found = tangent_node(node, tangents, {port: x._state for port, x in inputs.items()})
+    along = {found.given[port]: tangent for port, tangent in tangents.items()}
+    return dict(zip(found.outs, g.apply(found, **inputs, **along), strict=True))
+
+
+def transpose(
+    node: Node, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+) -> dict[str, GraphTensor]:
+    """As ``node.transpose``, from its reference."""
+    linear = [port for port in tensors if port not in (*inputs, *node.ports.output_names)]
+    avals = tuple((port, tensors[port].shape, tensors[port].dtype) for port in linear)
+    found = Transposed(node, avals, tuple(cotangents), tuple(inputs))
+    given = {found.given[port]: cotangent for port, cotangent in cotangents.items()}
+    return dict(zip(linear, g.apply(found, **inputs, **given), strict=True))
 
 
 def tangent_node(node: Node, active: Iterable[str], inputs: Mapping[str, Tensor]) -> Tangent:

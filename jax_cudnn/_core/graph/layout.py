@@ -32,7 +32,7 @@ _LEAST_RANK = 4  # around CHANNELS_LAST nodes
 
 
 class Layout:
-    """That of a graph's tensors, by their names (``GraphSpec.layout``)."""
+    """That of a graph's tensors, by their names (:func:`layout`)."""
 
     def __init__(self, spec: GraphSpec) -> None:
         nodes = [call.node for call in spec.calls]
@@ -271,3 +271,10 @@ def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None
     order = tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
     packed = packed_strides(shape, order)
     return order if all(packed[axis] == strides[axis] for axis in axes) else None
+
+
+def layout(spec: GraphSpec) -> Layout:
+    """That of a graph's tensors, computed once."""
+    if "layout" not in spec._cache:
+        spec._cache["layout"] = Layout(spec)
+    return spec._cache["layout"]

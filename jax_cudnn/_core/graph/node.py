@@ -286,21 +286,9 @@ class Node(Planned):
 
         ``inputs`` and ``outputs`` hold the values at all ports; values in use become residuals of
         the derivative. The nodes added to ``g`` must be linear in the tangents. Output ports
-        without a tangent are omitted. By default tangents come from the reference.
+        without a tangent are omitted. NotImplemented leaves them to :func:`.by_reference.jvp`.
         """
-        if self.linear_in(tangents.keys()):
-            still = {
-                port: g.zeros(x._state) if self.linear_in({port, *tangents}) else x
-                for port, x in inputs.items()
-                if port not in tangents
-            }
-            given = {port: (tangents if port in tangents else still)[port] for port in inputs}
-            return dict(zip(outputs, g.apply(self, **given), strict=True))
-        from .by_reference import tangent_node
-
-        node = tangent_node(self, tangents, {port: x._state for port, x in inputs.items()})
-        along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
+        return NotImplemented
 
     def transpose(
         self,
@@ -312,15 +300,9 @@ class Node(Planned):
         """Cotangents of the input ports in which the node is linear, from those of output ports.
 
         ``inputs`` holds the values at the other input ports, ``tensors`` the shapes and dtypes at
-        all ports. By default cotangents come from the reference.
+        all ports. NotImplemented leaves them to :func:`.by_reference.transpose`.
         """
-        from .by_reference import Transposed
-
-        linear = [port for port in tensors if port not in (*inputs, *self.ports.output_names)]
-        avals = tuple((port, tensors[port].shape, tensors[port].dtype) for port in linear)
-        node = Transposed(self, avals, tuple(cotangents), tuple(inputs))
-        given = {node.given[port]: cotangent for port, cotangent in cotangents.items()}
-        return dict(zip(linear, g.apply(node, **inputs, **given), strict=True))
+        return NotImplemented
 
     def folds(
         self, batched: frozenset[str], tensors: Mapping[str, Tensor]

@@ -82,12 +82,14 @@ class Engines(NamedTuple):
         rank: the rank of an engine with knobs, where measurements contradict the heuristics: lower
             ones are tried first, equal ones in the order of the heuristics. Only an anchor's count.
         otherwise: what to try if cuDNN has no plan, or none within the workspace limit.
+        needs: what these tensors require of the GPU or of cuDNN, beyond ``Node.requires``.
     """
 
     wrong: tuple[int, ...] = ()
     knob: str = ""
     rank: Callable[[int, Mapping[str, int]], int] = lambda engine, knobs: 0
     otherwise: OtherForm | None = None
+    needs: Reason | None = None
 
 
 class View(NamedTuple):

@@ -14,7 +14,7 @@ from .node import Node
 from .options import lax_precision
 from .spec import Call, GraphSpec
 
-WIDE, NARROW = "wide", "narrow"
+WIDE = "wide"
 _parted: ContextVar[bool] = ContextVar("parted", default=True)
 HALVES = ("bfloat16", "float16")
 _CHOSEN = [{"bfloat16"}, {"float16"}]
@@ -45,14 +45,9 @@ def evaluate(
     program read.
 
     ``products`` adapts the graph to a backend of XLA. WIDE converts 16-bit operands of products to
-    float32, because XLA's CPU backend lacks some of the others; values stay the same. NARROW is the
-    form for a GPU, which rounds less and in other places: see :mod:`.xla_form`.
+    float32, because XLA's CPU backend lacks some of the others; values stay the same.
     """
     with jax.numpy_rank_promotion("allow"):  # a user's setting is for the user's code only
-        if products == NARROW:
-            from .xla_form import evaluated  # which programs for other platforms do without
-
-            return evaluated(spec, operands, read)
         return _evaluated(spec, operands, products == WIDE, read)
 
 

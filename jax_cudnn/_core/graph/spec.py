@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ..implementation import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
-from .node import MATRICES, Node
 from .options import DEFAULTS, Options
 
 if TYPE_CHECKING:
-    from .layout import Layout
+    from .node import Node
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,6 @@ class GraphSpec:
         return {t.name: t for t in self.tensors}.__getitem__
 
     @cached_property
-    def layout(self) -> Layout:
-        """That of its tensors in memory, and in cuDNN."""
-        from .layout import Layout
-
-        return Layout(self)
-
-    @cached_property
     def at_ports(self) -> tuple[tuple[Call, dict[str, Tensor]], ...]:
         """The calls, with the tensors at all ports of each."""
         return tuple(
@@ -188,17 +180,6 @@ class GraphSpec:
     def has_float64(self) -> bool:
         """Whether some tensor is float64: then XLA runs the graph."""
         return any(tensor.dtype == "float64" for tensor in self.tensors)
-
-    def is_bias(self, call: Call, product: Call) -> bool:
-        """Whether a call adds one number per column to a matrix product, which XLA's matmul
-        library can fuse, too."""
-        if not (call.node.adds and product.node.order == MATRICES):
-            return False
-        ((_, made),) = product.outputs
-        added = [self.tensor(name).shape for _, name in call.inputs if name != made]
-        ports, shape = product.node.ports, self.tensor(made).shape
-        at = len(shape) - len({*ports.outputs[0].axes} - {*ports.inputs[0].axes})  # of the columns
-        return added == [(*(1 for _ in shape[:at]), *shape[at:])]
 
     @cached_property
     def has_anchor(self) -> bool:

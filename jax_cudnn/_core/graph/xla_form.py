@@ -19,19 +19,31 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from . import reference
 from .dtypes import FP8, is_floating, itemsize
 from .node import MATRICES, Node
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
 from .spec import Call, GraphSpec
 
+NARROW = "narrow"
 Values = Mapping[str, jax.Array]
 
 
-def evaluated(
+def evaluate(
+    spec: GraphSpec, *operands: jax.Array, products: str = "", read: Collection[str] = ()
+) -> list[jax.Array]:
+    """As :func:`.reference.evaluate`; ``products`` may also be NARROW: the form for a GPU, which
+    rounds less and in other places."""
+    if products != NARROW:
+        return reference.evaluate(spec, *operands, products=products, read=read)
+    with jax.numpy_rank_promotion("allow"):  # a user's setting is for the user's code only
+        return _narrow(spec, operands, read)
+
+
+def _narrow(
     spec: GraphSpec, operands: Sequence[jax.Array], read: Collection[str]
 ) -> list[jax.Array]:
-    """As :func:`.reference.evaluate`, without all roundings."""
     values, form = given(spec, operands), _Form(spec)
     returned: dict[str, jax.Array] = {}
     for call, node, inputs in steps(_products_last(spec), values):

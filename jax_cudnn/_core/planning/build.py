@@ -10,6 +10,7 @@ from typing import Any
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, TargetError
 from ..graph.dtypes import cudnn_name
+from ..graph.layout import layout
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from . import choice, failure, frontend, ubjson
@@ -148,7 +149,7 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
-    parts = {name: [*enumerate(shown)] for name, shown in spec.layout.shown.items()}
+    parts = {name: [*enumerate(shown)] for name, shown in layout(spec).shown.items()}
     for name in (*spec.inputs, *constants):
         tensors[name] = [
             graph.tensor(

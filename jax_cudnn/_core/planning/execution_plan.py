@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import LibraryError
 from ..graph.dtypes import itemsize
+from ..graph.layout import layout
 from ..graph.spec import GraphSpec, Tensor
 from ..graph.wire import stored
 
@@ -104,7 +105,7 @@ def uids(spec: GraphSpec) -> dict[tuple[str, int], int]:
     whole."""
     arrays = *spec.inputs, *spec.outputs
     whole = [(name, 0) for name in (*arrays, *(constant.name for constant in spec.constants))]
-    shown = spec.layout.shown
+    shown = layout(spec).shown
     parts = [(name, i) for name in arrays for i in range(1, len(shown[name]))]
     return {place: uid for uid, place in enumerate([*whole, *parts], 1)}
 
@@ -116,7 +117,7 @@ def graph_rows(spec: GraphSpec) -> dict[int, Row]:
     for (name, i), uid in places.items():
         tensor = spec.tensor(name)
         if i:
-            start = spec.layout.parts[name][i].offset * itemsize(tensor.dtype)
+            start = layout(spec).parts[name][i].offset * itemsize(tensor.dtype)
             rows[uid] = VIEW, places[name, 0] - 1, start
         elif uid > arrays:
             rows[uid] = CONSTANT, (uid - 1 - arrays) * SCALAR_STRIDE, 0

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator
 
 from ..graph.dims import Shape
+from ..graph.layout import layout
 from ..graph.merging import is_split
 from ..graph.planned import ANY, CHANNELS_LAST, MATRICES, MERGED, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import FLOAT64, Call, GraphSpec
@@ -61,12 +62,12 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         len(shape)
         for tensor in spec.tensors
         if tensor.literal is None
-        for shape in [v.dims for v in spec.layout.parts.get(tensor.name, ())] or [tensor.shape]
+        for shape in [v.dims for v in layout(spec).parts.get(tensor.name, ())] or [tensor.shape]
     }
     orders = {call.node.order for call in spec.calls if call.node.anchor}
     least = {4 if order == CHANNELS_LAST else 0 for order in orders}
     free = all(call.node.ports.is_elementwise or call.node.order == MERGED for call in spec.calls)
-    free = free or spec.layout.has_matrices
+    free = free or layout(spec).has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
     first, *others = map(str, sorted(ranks | least - {0}))
@@ -82,14 +83,14 @@ def _no_matrices(spec: GraphSpec) -> _Found:
     among = [call.name for call in spec.calls if call.node.order == MATRICES]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
-    if not spec.layout.has_matrices:
+    if not layout(spec).has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         for call in spec.calls:
             if call.node.order != MATRICES and not call.node.ports.is_elementwise:
                 yield call.name, what
         return
     for tensor in spec.tensors:
-        if spec.layout.matrices[tensor.name] is None:
+        if layout(spec).matrices[tensor.name] is None:
             what = "cuDNN sees all leading dimensions of a matrix as one, and those of "
             cannot = "cannot be merged (some are broadcast, or not contiguous)"
             yield tensor.name, f"{what}{list(tensor.shape)} {cannot}"
@@ -99,14 +100,14 @@ def _calls(spec: GraphSpec) -> _Found:
     """What single operations cannot do, and what their tensors cannot be."""
     for call in spec.calls:  # slices of another tensor's memory that a plan would have to copy
         source, out = call.inputs[0][1], call.outputs[0][1]
-        if out in spec.layout.slices:
+        if out in layout(spec).slices:
             what = f"it is a slice of {source}, which is not an operand of the graph"
             if source in spec.inputs:
                 what = "its result leaves the graph or has its own layout, and so needs a copy"
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.requires})"
-    if any(call.node.order == MERGED for call in spec.calls) and spec.layout.merged is None:
+    if any(call.node.order == MERGED for call in spec.calls) and layout(spec).merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
@@ -134,7 +135,7 @@ def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
     """Why an elementwise operation cannot broadcast its operands like this, or None."""
     if not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
-    views = spec.layout.views
+    views = layout(spec).views
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY

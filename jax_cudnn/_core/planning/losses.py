@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.dtypes import FP8
+from ..graph.layout import layout
+from ..graph.node import MATRICES
 from ..graph.promotion import default_compute
 from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members
@@ -128,7 +130,7 @@ def pattern(spec: GraphSpec) -> str:
     states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
     int8 + matmul" the graph reads int8 and converts it.
     """
-    orders, at_ports = spec.layout.orders, spec.at_ports
+    orders, at_ports = layout(spec).orders, spec.at_ports
     hearts, read = {}, {*spec.outputs, *_read(spec.calls)}
     for i, (call, tensors) in enumerate(at_ports):
         ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
@@ -154,7 +156,7 @@ def pattern(spec: GraphSpec) -> str:
             largest = max(math.prod(t.shape) for t in spec.tensors)
             sizes = [math.prod(t.shape) for t in spec.input_tensors if t.name in read]
             epilogue = "residual epilogue" if largest in sizes else epilogue
-        elif len(anchors) == len(behind) == 1 and spec.is_bias(behind[0], anchors[0]):
+        elif len(anchors) == len(behind) == 1 and _is_bias(spec, behind[0], anchors[0]):
             epilogue = "bias"  # XLA's matmul library also adds one
         parts.append(epilogue)
     return " + ".join(parts)
@@ -185,3 +187,15 @@ def _kinds(spec: GraphSpec, names: Iterable[str]) -> set[str]:
 
 def _words(words: Iterable[str]) -> str:
     return " ".join(filter(None, words))
+
+
+def _is_bias(spec: GraphSpec, call: Call, product: Call) -> bool:
+    """Whether a call adds one number per column to a matrix product, which XLA's matmul
+    library can fuse, too."""
+    if not (call.node.adds and product.node.order == MATRICES):
+        return False
+    ((_, made),) = product.outputs
+    added = [spec.tensor(name).shape for _, name in call.inputs if name != made]
+    ports, shape = product.node.ports, spec.tensor(made).shape
+    at = len(shape) - len({*ports.outputs[0].axes} - {*ports.inputs[0].axes})  # of the columns
+    return added == [(*(1 for _ in shape[:at]), *shape[at:])]

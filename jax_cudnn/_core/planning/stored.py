@@ -15,6 +15,7 @@ from typing import Any
 from ..graph import record
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.field_types import checked
+from ..graph.layout import layout
 from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
@@ -205,7 +206,7 @@ def _check_bindings(
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
     shown = {}
     for (name, i), uid in plans.uids(spec).items():
-        dtype, dims = cudnn_name(spec.tensor(name).dtype), sorted(spec.layout.shown[name][i].dims)
+        dtype, dims = cudnn_name(spec.tensor(name).dtype), sorted(layout(spec).shown[name][i].dims)
         shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{dtype}", dims)}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:

@@ -70,7 +70,8 @@ def unsupported(
 ) -> UnsupportedGraphError:
     """The error for a graph without an engine, with the most telling reasons first; ``why``: in
     place of what the nodes require."""
-    found = {**reasons}
+    needs = {call.name: call.node.engines(at, spec).needs for call, at in spec.at_ports}
+    found = {name: reason for name, reason in needs.items() if reason} | {**reasons}
     left_out = [who for who, reason in found.items() if reason == LEFT_OUT]
     if len(left_out) > 1:
         found = {who: reason for who, reason in found.items() if reason != LEFT_OUT}

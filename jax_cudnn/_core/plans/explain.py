@@ -17,7 +17,7 @@ from typing import Any
 
 from ..compat import Device
 from ..errors import GraphTypeError, shown
-from ..graph.layout import lies_so
+from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
 from ..graph.wire import stored, wire
@@ -197,7 +197,7 @@ def _edge(segment: PlannedSegment) -> Iterator[str]:
         elif wide.tensor(tensor.name).order != tensor.order:
             yield f"{_titled(tensor)}, is reordered in memory, {size(tensor.nbytes)}, in XLA"
         elif tensor.order is None and len(tensor.shape) > 2:
-            order = sent.layout.orders[other.name]
+            order = layout(sent).orders[other.name]
             if not lies_so(other, tuple(range(len(order))), order):
                 placed.append(tensor.name)
     for unread in wired[len(own) :]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ..errors import JaxCudnnError
+from ..graph import by_reference
 from ..graph.dtypes import is_floating, itemsize
 from ..graph.promotion import inferred
 from ..graph.spec import FORWARD, Call, GraphSpec, Origin, Tensor, intern
@@ -105,6 +106,8 @@ def _pushed(
             # 8-bit results are too coarse to compute derivatives from.
             outputs = dict(zip(outputs, g.apply(call.node, **inputs), strict=True))
         results = call.node.jvp(g, moving, inputs, outputs)
+        if results is NotImplemented:
+            results = by_reference.jvp(call.node, g, moving, inputs, outputs)
         for port, name in call.outputs:
             tensor = spec.tensor(name)
             if port not in results or not is_floating(tensor.dtype):

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..errors import GraphError
+from ..graph import by_reference
 from ..graph.dtypes import itemsize
 from ..graph.spec import BACKWARD, TANGENT, Call, GraphSpec, Origin
 from ..graph.tensor import GraphTensor
@@ -61,6 +62,8 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
         inputs = {port: values[name] for port, name in call.inputs if name not in moving}
         tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
         passed = call.node.transpose(g, received, inputs, tensors)
+        if passed is NotImplemented:
+            passed = by_reference.transpose(call.node, g, received, inputs, tensors)
         for port, name in call.inputs:
             if name in moving and port in passed:
                 terms.setdefault(name, []).append(passed[port])

@@ -26,7 +26,7 @@ from ..._core.reasons import Reason
 from . import extras as extras
 from .bias import LENGTHS, Biased
 from .reference import Attention, Band, bound
-from .score_mod.value import ScoreMod, folds, is_operand, prepared
+from .score_mod.value import ScoreMod, folds, is_operand
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -221,6 +221,8 @@ class Attending(Biased):
             plain = Attending.create(**{name: given[name] for name in names if name in given})
             assert isinstance(plain, Attending)
             return plain.band
+
+        from .score_mod.written import prepared  # lazy, for a fast import
 
         return prepared(given, band)
 

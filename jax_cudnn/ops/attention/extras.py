@@ -28,9 +28,8 @@ from ..._core.graph.node import advanced
 from ..._core.reasons import Reason
 
 if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.node import Tensors
     from ..._core.graph.spec import Tensor
-    from ..._core.transforms.derivation import Derivation
     from .base import Attending
 
 TILE = 128
@@ -125,17 +124,6 @@ def refusal(inputs: Collection[str]) -> Reason | None:
     if "dropout_mask" in inputs:
         return Reason("a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset")
     return None
-
-
-def with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:
-    """The operands with the mask that the forward pass draws, for derivatives by the reference."""
-    if node.dropout_probability is None or "dropout_mask" in inputs:
-        return inputs
-    from .nodes import Sdpa
-
-    forward = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
-    operands = {port: inputs[port] for port in ("q", "k", "v", *WORDS)}
-    return {**inputs, "dropout_mask": g.apply(forward, **operands)[-1]}
 
 
 # -- the reference ---------------------------------------------------------------------------------

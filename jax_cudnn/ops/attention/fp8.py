@@ -259,6 +259,11 @@ class SdpaFp8(Scaled):
         found = dict(zip(self.ports.output_names, made, strict=True))
         return tuple(found[port] for port in self.results)
 
+    def backward(self) -> Node:
+        """The node that computes the gradients."""
+        shared = ("attn_scale", "diagonal_alignment", *self.bounds)
+        return SdpaFp8Backward(**{name: getattr(self, name) for name in shared})
+
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:

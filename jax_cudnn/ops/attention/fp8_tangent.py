@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import EVEN_IF_STRICT, Node, frozen
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
-from .fp8 import SdpaFp8, SdpaFp8Backward
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors, Values
@@ -227,13 +226,12 @@ class Fp8Tangent(WideTangent):
     def _backward(
         self, g: Derivation, grad: GraphTensor, inputs: Values, linear: Mapping[str, str]
     ) -> dict[str, GraphTensor]:
-        assert isinstance(self.base, SdpaFp8)
-        shared = ("attn_scale", "diagonal_alignment", *self.base.bounds)
-        node = SdpaFp8Backward(**{name: getattr(self.base, name) for name in shared})
+        base: Any = self.base
+        node = base.backward()
         q, v = inputs["q"], inputs["v"]
         kind = str(v.dtype) if str(v.dtype) in FP8 else E4M3
         queries = q.shape[1] // v.shape[1] * q.shape[2]
-        quantize = QuantizeGradient(self.base.attn_scale, queries, largest(kind))
+        quantize = QuantizeGradient(base.attn_scale, queries, largest(kind))
         size, norm = g.apply(Bounds(), input=grad, scale=inputs["scale_o"])
         _, norm_v = g.apply(Bounds(), input=v, scale=inputs["descale_v"])
         taken = {name: inputs[name] for name in quantize.ports.input_names if name in inputs}

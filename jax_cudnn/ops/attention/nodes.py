@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..._core.errors import GraphError
+from ..._core.graph import by_reference
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.example import Example
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Node, OtherForm, frozen
-from ..._core.reasons import Reason
+from ..._core.graph.node import Engines, Node, OtherForm, frozen
+from ..._core.reasons import Kind, Reason
 from . import extras as extras
 from .base import BOTTOM_RIGHT, Attending, Ordered
 
@@ -136,7 +137,9 @@ class SdpaBackward(Ordered, Attending):
         if self.score_mod is not None:
             if self.dBias:
                 return Reason("cuDNN computes a wrong dBias together with a score_mod")
-            if reason := self.score_mod.refused_backward(self.scores(tensors)):
+            from .score_mod.emission import refused_backward  # only for planning
+
+            if reason := refused_backward(self.score_mod, self.scores(tensors)):
                 return reason
         if self.dSink_token and graph.options.deterministic:
             return Reason("cuDNN sums dSink_token in no fixed order")
@@ -155,13 +158,14 @@ class SdpaBackward(Ordered, Attending):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         if not self.linear_in(tangents.keys()):
-            inputs = extras.with_mask(self, g, inputs)
-        return super().jvp(g, tangents, inputs, outputs)
+            inputs = _with_mask(self, g, inputs)
+        return by_reference.jvp(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
-        return super().transpose(g, cotangents, extras.with_mask(self, g, inputs), tensors)
+        inputs = _with_mask(self, g, inputs)
+        return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, **{n: False for n in _OPTIONAL if n in results})
@@ -328,6 +332,11 @@ class Sdpa(Attending):
         results = attention.forward(arrays)[: 1 + self.generate_stats]
         return (*results, attention.mask(arrays)) if self.rng_dump else results
 
+    def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
+        tiles = Reason(extras.NEEDS_OF_TILES, Kind.REQUIREMENT)
+        needs = tiles if "block_mask" in tensors else None
+        return super().engines(tensors, graph)._replace(needs=needs)
+
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
@@ -359,10 +368,10 @@ class Sdpa(Attending):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        inputs = extras.with_mask(self, g, inputs)
+        inputs = _with_mask(self, g, inputs)
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
-            return super().jvp(g, tangents, inputs, outputs)
+            return by_reference.jvp(self, g, tangents, inputs, outputs)
         from .tangent import AttentionTangent  # lazy, for a fast import
 
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
@@ -370,3 +379,12 @@ class Sdpa(Attending):
         along = {node.given[port]: tangent for port, tangent in tangents.items()}
         made = g.apply(node, **inputs, **outputs, **along)
         return dict(zip(node.outs, made, strict=True))
+
+
+def _with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:
+    """The operands with the mask that the forward pass draws, for derivatives by the reference."""
+    if node.dropout_probability is None or "dropout_mask" in inputs:
+        return inputs
+    forward = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
+    operands = {port: inputs[port] for port in ("q", "k", "v", *extras.WORDS)}
+    return {**inputs, "dropout_mask": g.apply(forward, **operands)[-1]}

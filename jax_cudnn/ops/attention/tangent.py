@@ -16,7 +16,6 @@ from ..._core.graph.node import ROW_MAJOR, XLA_ONLY, Engines, Node, frozen
 from ..._core.reasons import Reason
 from .base import LENGTHS, Attending, wrong_dtypes
 from .extras import sink_gradient
-from .nodes import Sdpa
 from .score_mod.value import is_operand
 
 if TYPE_CHECKING:
@@ -78,16 +77,16 @@ class AttentionTangent(Tangent):
         of_mod = {port: name for port, name in linear.items() if is_operand(port)}
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
-        assert isinstance(self.base, (Sdpa, Arranged))
+        base: Any = self.base
         # Padding has a statistic of -inf, which cuDNN's sum over all queries does not skip; with
         # dropout its sum is wrong.
         drawn = "seed" in inputs  # the dropout mask is then drawn again
         apart = g.options.deterministic or drawn or "seq_len_q" in inputs
-        node = self.base.backward({*linear} - ({"sink_token"} if apart else set()))
+        node = base.backward({*linear} - ({"sink_token"} if apart else set()))
         inner = [port for port in self.inner if port != "dropout_mask" or not drawn]
         values = {port: inputs[port] for port in inner}
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}
-        if self.base.score_mod is not None and self.base.score_mod.hides:
+        if base.score_mod is not None and base.score_mod.hides:
             values["stats"] = _finite(g, inputs["Stats"])
         made = g.apply(node, **values)
         found = dict(zip(node.results, made, strict=True))

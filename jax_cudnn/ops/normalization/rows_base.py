@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from ..._core.graph.layout import layout
 from ..._core.graph.node import ANY, LEAD, MERGED, Engines, Node, Seen
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
@@ -44,7 +45,7 @@ class OfRows(Normalizing):
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
         axes = self.extent.reduced(x.shape, tensors["scale"].shape)
-        order = [axis for axis in graph.layout.orders[x.name] if x.shape[axis] > 1]
+        order = [axis for axis in layout(graph).orders[x.name] if x.shape[axis] > 1]
         if axes and {*order[-len(axes) :]} != {*axes}:
             return Reason(f"the normalized dimensions {list(axes)} are not the last in memory")
         return super().support(tensors, graph)

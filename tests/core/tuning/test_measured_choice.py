@@ -20,7 +20,7 @@ import jax_cudnn as jc
 from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.bounds import bounded
-from jax_cudnn._core.graph.reference import NARROW, evaluate
+from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.planning import losses, placement, planner, stored
 from jax_cudnn._core.planning.candidates import Candidate
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_in_memory_is_not_taken(fake, monkeypatch):
 
 
 def test_where_cudnn_lists_no_engines_the_measured_ways_stand(fake, monkeypatch):
-    def support(*_):
+    def refuses(*_):
         raise jc.UnsupportedGraphError("no list")
 
     monkeypatch.setattr(planner, "candidates", refuses)
@@ -672,7 +672,7 @@ def test_an_error_while_other_engines_are_measured_leaves_what_is_known(fake, mo
 
 
 def test_where_cudnn_has_no_engine_a_second_process_measures_nothing(fake, monkeypatch):
-    def support(*_):
+    def refuses(*_):
         raise jc.UnsupportedGraphError("no engine")
 
     monkeypatch.setattr(planner, "plan", refuses)

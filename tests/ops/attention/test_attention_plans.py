@@ -28,6 +28,7 @@ from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.execution_plan import VIEW
@@ -298,7 +299,7 @@ def test_cudnn_sees_a_bias_of_all_queries_and_keys(kind, shared):
         assert second.tensor(dict((*call.inputs, *call.outputs))[port]).shape == whole
     bias = forward.tensor(dict(forward.calls[0].inputs)["bias"])
     assert bias.shape == (*shape[:3], scores[3])
-    shown = [(view.dims, view.strides[2:]) for view in forward.layout.parts.get(bias.name, ())]
+    shown = [(view.dims, view.strides[2:]) for view in layout(forward).parts.get(bias.name, ())]
     assert shown == ([(whole, (0, 1))] if shape[2] == 1 else [])
 
 

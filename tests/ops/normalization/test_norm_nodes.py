@@ -9,6 +9,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import losses
 
@@ -71,10 +72,10 @@ def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
     """The same with statistics and without."""
     for phase in ("TRAINING", "INFERENCE"):
         spec = wire(spec_of(forward(kind, phase), x, scale, scale))
-        groups = spec.layout.merged
+        groups = layout(spec).merged
         assert groups == MERGED[kind, x, scale]
         for tensor in (t for t in spec.tensors if t.value is None):
-            dims, strides = spec.layout.views[tensor.name]
+            dims, strides = layout(spec).views[tensor.name]
             assert dims == tuple(int(np.prod([tensor.shape[i] for i in g])) for g in groups)
             assert strides[-1] == 1 or dims[-1] == 1
 
@@ -82,7 +83,7 @@ def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
 def test_a_residual_parts_what_it_is_broadcast_along():
     for residual, groups in (((2, 3, 8), ((0, 1), (2,))), ((2, 1, 8), ((0,), (1,), (2,)))):
         add = lambda g, x, s, r: g.add(g.layernorm(x, s, s, 1e-5)[0], r)  # noqa: E731
-        assert spec_of(add, (2, 3, 8), (1, 1, 8), residual).layout.merged == groups
+        assert layout(spec_of(add, (2, 3, 8), (1, 1, 8), residual)).merged == groups
 
 
 def test_stated_orders():
@@ -94,10 +95,10 @@ def test_stated_orders():
 
         return spec_of(function, (4, 8), (4, 1) if both else (1, 8))
 
-    assert transposed(both=False).layout.merged is None
+    assert layout(transposed(both=False)).merged is None
     spec = transposed(both=True)
-    assert spec.layout.merged == ((1,), (0,))
-    assert spec.layout.views["x"] == ((8, 4), [4, 1])
+    assert layout(spec).merged == ((1,), (0,))
+    assert layout(spec).views["x"] == ((8, 4), [4, 1])
 
 
 def avals(kind, dtype="bfloat16"):

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...._core.graph.dims import Shape
 from ...._core.graph.spec import Call, GraphSpec, intern
+from ...._core.reasons import Reason
 from ...._core.transforms.linearize import TANGENT, linearize
 from ...._core.transforms.transpose import COTANGENT, transpose
-from .value import axis_of
+from .value import TILE, axis_of, takes_infinity
 
 if TYPE_CHECKING:
     from .value import ScoreMod
@@ -267,3 +269,21 @@ def _kinds() -> Any:
     import cudnn
 
     return cudnn.data_type
+
+
+def refused_backward(mod: ScoreMod, scores: Shape) -> Reason | None:
+    """Why cuDNN does not run the derivative of a score_mod, or None."""
+    if reads_leading_numbers(mod):
+        return Reason(
+            "cuDNN's backward is wrong if the derivative of score_mod has an operation with a "
+            "scalar as its first operand: write jnp.where(seen, score, -jnp.inf), with the "
+            "scalar last"
+        )
+    if not takes_infinity(mod, scores):
+        return Reason(
+            f"cuDNN's backward pads {scores[2]} queries and {scores[3]} keys to multiples of "
+            f"{TILE} and calls score_mod with -inf there; this score_mod returns NaN or +inf "
+            "for -inf, or its derivative is not finite there: pad queries and keys, and pass "
+            "the lengths as query_seq_lengths and key_value_seq_lengths"
+        )
+    return None

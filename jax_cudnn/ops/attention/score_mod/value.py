@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...._core.errors import GraphError, GraphTypeError
+from ...._core.errors import GraphTypeError
 from ...._core.graph.dims import Shape
-from ...._core.graph.dtypes import FLOATS, wide_dtype
 from ...._core.graph.reference import applied, rounded
 from ...._core.graph.spec import GraphSpec, intern
-from ...._core.graph.tensor import GraphTensor
 from ...._core.reasons import Reason
 from ...transformations import grown
-from ..reference import OPERANDS, Band
+from ..reference import OPERANDS
 
 if TYPE_CHECKING:
     from ...._core.graph.node import Node, Tensors
 
 PORT = OPERANDS
 """The port with the list of operands of score_mod."""
-_TILE = 128  # cuDNN computes whole tiles of this many queries and keys
+TILE = 128  # cuDNN computes whole tiles of this many queries and keys
 _EXAMPLES = 8  # batch elements on which a function is tried
 
 
@@ -123,25 +121,6 @@ class ScoreMod:
             "combine the conditions with &, in one jnp.where"
         )
 
-    def refused_backward(self, scores: Shape) -> Reason | None:
-        """Why cuDNN does not run its derivative, or None."""
-        from .emission import reads_leading_numbers  # only for planning
-
-        if reads_leading_numbers(self):
-            return Reason(
-                "cuDNN's backward is wrong if the derivative of score_mod has an operation with a "
-                "scalar as its first operand: write jnp.where(seen, score, -jnp.inf), with the "
-                "scalar last"
-            )
-        if not takes_infinity(self, scores):
-            return Reason(
-                f"cuDNN's backward pads {scores[2]} queries and {scores[3]} keys to multiples of "
-                f"{_TILE} and calls score_mod with -inf there; this score_mod returns NaN or +inf "
-                "for -inf, or its derivative is not finite there: pad queries and keys, and pass "
-                "the lengths as query_seq_lengths and key_value_seq_lengths"
-            )
-        return None
-
     def folded(self, size: int, mapped: Iterable[str]) -> ScoreMod:
         """For a batch ``size`` times as large, which the operands ``mapped`` have too."""
         named, mapped = self.named, {*mapped}
@@ -164,7 +143,7 @@ def takes_infinity(mod: ScoreMod, scores: Shape) -> bool:
     keys, and for all keys after the last with some queries; operands there are arbitrary.
     """
     b, h, queries, keys = min(scores[0], _EXAMPLES), *scores[1:]
-    rows, columns = (-(-size // _TILE) * _TILE for size in (queries, keys))
+    rows, columns = (-(-size // TILE) * TILE for size in (queries, keys))
     behind = [(q, slice(None)) for q in {queries, rows - 1} if queries < rows]
     if keys < columns:
         behind += [(q, slice(keys, None)) for q in {0, queries // 2, queries - 1}]
@@ -230,43 +209,6 @@ def folds(
         yield dict.fromkeys(whole, 0)
 
 
-def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
-    """The arguments of ``g.sdpa`` with score_mod as a value that includes band and lengths, except
-    with a sink."""
-    function = given.get("score_mod")
-    operands = listed(given.pop(PORT, None))
-    if function is None:
-        if operands:
-            raise GraphError(f"{PORT} without score_mod", fix="pass score_mod, or omit them")
-        return given
-    if isinstance(function, ScoreMod):
-        return {**given, PORT: operands} if operands else given
-    check_function(function)
-    q, k = (
-        np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
-        for name in ("q", "k")
-    )
-    if len(q) != 4 or len(k) != 4:
-        raise GraphError("score_mod requires q and k of rank 4", got=f"{list(q)} and {list(k)}")
-    query = given["q"] if isinstance(given["q"], GraphTensor) else jnp.asarray(given["q"])
-    scores, kind = (*q[:3], k[2]), wide_dtype(query).name
-    operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
-    from .written import written  # lazy, for a fast import
-
-    if given.get("use_alibi_mask") or "sink_token" in given:  # runs in XLA, with a separate band
-        mod, read = written(function, operands, scores, numbers=False, kind=kind)
-        return {**given, "score_mod": mod, **({PORT: read} if read else {})}
-    lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
-    lengths = [x for x in lengths if x is not None]
-    if len(lengths) == 1:
-        raise GraphError(
-            "one of the lengths is missing", expected="both seq_len_q and seq_len_kv, or neither"
-        )
-    mod, read = written(function, operands, scores, band(given), lengths, numbers=False, kind=kind)
-    left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
-    return {**left, "score_mod": mod, **({PORT: read} if read else {})}
-
-
 def check_function(function: Any) -> None:
     """GraphTypeError if it is not a function."""
     if not callable(function):
@@ -286,22 +228,3 @@ def listed(operands: Any) -> Sequence[Any]:
         expected="a tuple or a list of arrays; (x,) for one array",
         got=f"{type(operands).__name__}: {operands!r}"[:200],
     )
-
-
-def _checked(i: int, x: Any, scores: Shape) -> Any:
-    if not isinstance(x, GraphTensor):
-        x = jnp.asarray(x)
-    if str(x.dtype) not in (*FLOATS, "int32"):
-        raise GraphTypeError(
-            f"{PORT}[{i}] has a dtype that score_mod does not support",
-            expected=", ".join((*FLOATS, "int32")),
-            got=f"{x.dtype}{list(x.shape)}",
-            fix="cast it before the call; cast booleans to float32, and compare them with 0",
-        )
-    if len(x.shape) != 4 or any(a not in (1, b) for a, b in zip(x.shape, scores, strict=True)):
-        raise GraphError(
-            f"{PORT}[{i}] does not fit the scores",
-            expected=f"{list(scores)}, or 1 in any dimension",
-            got=str(list(x.shape)),
-        )
-    return x

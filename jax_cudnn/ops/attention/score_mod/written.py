@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from ...._core.errors import GraphTypeError
+from ...._core.errors import GraphError, GraphTypeError
 from ...._core.graph.dims import Shape
-from ...._core.graph.dtypes import FLOATS
+from ...._core.graph.dtypes import FLOATS, wide_dtype
 from ...._core.graph.source import defined_at
 from ...._core.graph.spec import GraphSpec
+from ...._core.graph.tensor import GraphTensor
 from ..reference import Band
 from .emission import before_causal_mask
 from .trace import Traced
-from .value import PORT, ScoreMod, is_number
+from .value import PORT, ScoreMod, check_function, is_number, listed
 
 _ALL = Band()
 _MANY = 256  # cached shapes per function
@@ -199,3 +201,57 @@ class _Truths:
         return self.function(
             *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
         )
+
+
+def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
+    """The arguments of ``g.sdpa`` with score_mod as a value that includes band and lengths, except
+    with a sink."""
+    function = given.get("score_mod")
+    operands = listed(given.pop(PORT, None))
+    if function is None:
+        if operands:
+            raise GraphError(f"{PORT} without score_mod", fix="pass score_mod, or omit them")
+        return given
+    if isinstance(function, ScoreMod):
+        return {**given, PORT: operands} if operands else given
+    check_function(function)
+    q, k = (
+        np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
+        for name in ("q", "k")
+    )
+    if len(q) != 4 or len(k) != 4:
+        raise GraphError("score_mod requires q and k of rank 4", got=f"{list(q)} and {list(k)}")
+    query = given["q"] if isinstance(given["q"], GraphTensor) else jnp.asarray(given["q"])
+    scores, kind = (*q[:3], k[2]), wide_dtype(query).name
+    operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
+    if given.get("use_alibi_mask") or "sink_token" in given:  # runs in XLA, with a separate band
+        mod, read = written(function, operands, scores, numbers=False, kind=kind)
+        return {**given, "score_mod": mod, **({PORT: read} if read else {})}
+    lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
+    lengths = [x for x in lengths if x is not None]
+    if len(lengths) == 1:
+        raise GraphError(
+            "one of the lengths is missing", expected="both seq_len_q and seq_len_kv, or neither"
+        )
+    mod, read = written(function, operands, scores, band(given), lengths, numbers=False, kind=kind)
+    left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
+    return {**left, "score_mod": mod, **({PORT: read} if read else {})}
+
+
+def _checked(i: int, x: Any, scores: Shape) -> Any:
+    if not isinstance(x, GraphTensor):
+        x = jnp.asarray(x)
+    if str(x.dtype) not in (*FLOATS, "int32"):
+        raise GraphTypeError(
+            f"{PORT}[{i}] has a dtype that score_mod does not support",
+            expected=", ".join((*FLOATS, "int32")),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix="cast it before the call; cast booleans to float32, and compare them with 0",
+        )
+    if len(x.shape) != 4 or any(a not in (1, b) for a, b in zip(x.shape, scores, strict=True)):
+        raise GraphError(
+            f"{PORT}[{i}] does not fit the scores",
+            expected=f"{list(scores)}, or 1 in any dimension",
+            got=str(list(x.shape)),
+        )
+    return x
