@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .. import registrations as registrations
 from ..errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from ..primitive import bind
 from .builder import GraphBuilder

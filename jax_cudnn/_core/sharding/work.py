@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
 from ..implementation import CUDNN
+from ..primitive import cudnn_local_p
 from .axes import WHOLE, Factor, drawing, factors, with_offsets
 from .classes import ADD, MAX, MIN
 from .shards import localized, parts
@@ -62,8 +63,6 @@ class Work:
     results: tuple[Sharding, ...]
 
     def run(self, names: Sequence[str], title: str, *arrays: Any) -> list[Any]:
-        from ..primitive import cudnn_local_p
-
         values = dict(zip(names, arrays, strict=True))
         for moves, spec in self.stages:
             own = {}

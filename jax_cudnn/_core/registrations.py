@@ -1,0 +1,105 @@
+"""What JAX does with the primitives, in one block; graph/trace.py imports it with ``bind``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from . import compat, ffi
+from .errors import GraphError
+from .graph.reference import WIDE, evaluate
+from .graph.spec import GraphSpec
+from .primitive import (
+    bind,
+    cudnn_local_p,
+    cudnn_p,
+    line,
+    lower_local,
+    lower_reference,
+    observe,
+    run_reference,
+    title,
+)
+
+
+def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
+    compat.checkify_nans(cudnn_p, title)
+    for tensor, aval in zip(spec.input_tensors, avals, strict=True):
+        if (aval.shape, aval.dtype.name) != (tensor.shape, tensor.dtype):
+            raise GraphError(
+                f"{name}: operand {tensor.name!r} does not fit the graph",
+                expected=str(tensor),
+                got=f"{aval.dtype.name}{list(aval.shape)}",
+                why="a traced graph has fixed shapes and dtypes",
+            )
+    # A derived graph may be one of constants alone.
+    template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
+    shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]
+    sharded = [aval for aval in avals if any(axis is not None for axis in aval.sharding.spec)]
+    if sharded:  # along explicit axes
+        from .sharding.work import is_left_whole, sharding_types
+
+        template = sharded[0]
+        given = [aval.sharding.spec for aval in avals]
+        if is_left_whole(spec, given):  # jnp's rules say how its reference's results are sharded
+            with contextlib.suppress(compat.ShardingTypeError):
+                return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+        shardings = sharding_types(spec, given, template.sharding.mesh)
+    return [
+        template.update(
+            shape=tensor.shape,
+            dtype=jax.numpy.dtype(tensor.dtype),
+            weak_type=False,
+            sharding=template.sharding.update(spec=sharding),
+        )
+        for tensor, sharding in zip(spec.output_tensors, shardings, strict=True)
+    ]
+
+
+def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    if compat.partitioning_mesh(ctx) is None:
+        observe((spec, name), (title(spec=spec, name=name), spec, ""))
+        return lower_local(ctx, *operands, spec=spec, name=name)
+    from . import partition  # which programs for one device do without
+
+    return partition.lower(ctx, *operands, spec=spec, name=name)
+
+
+def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    from . import auto, lowering  # and all of planning: importing jax_cudnn does without
+
+    plan = auto.of_lowering(ctx, spec, name)
+    run = functools.partial(lowering.run, plan, name, ffi.call)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _transformed(rule: str, *args: Any, **params: Any) -> Any:
+    from .transforms import rules  # which importing jax_cudnn does without
+
+    token = line.set(params["spec"]._cache.get("line", "") if "spec" in params else "")
+    try:
+        return getattr(rules, rule)(*args, **params)
+    finally:
+        line.reset(token)
+
+
+for _primitive in (cudnn_p, cudnn_local_p):
+    _primitive.def_abstract_eval(_abstract_eval)
+# Not cached: a cached lowering does not see that an operand is a transpose. cudnn_local_p's is.
+mlir.register_lowering(cudnn_p, _lower, cacheable=False)
+mlir.register_lowering(cudnn_local_p, lower_reference)
+mlir.register_lowering(
+    cudnn_local_p,
+    mlir.lower_fun(functools.partial(run_reference, products=WIDE), multiple_results=True),
+    platform="cpu",
+)
+mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
+ad.primitive_jvps[cudnn_p] = functools.partial(_transformed, "jvp_rule", bind)
+ad.primitive_transposes[cudnn_p] = functools.partial(_transformed, "transpose_rule", bind)
+batching.primitive_batchers[cudnn_p] = functools.partial(_transformed, "batch_rule", bind)
+compat.dce_rules[cudnn_p] = functools.partial(_transformed, "dce_rule")
