@@ -17,8 +17,8 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.leaves import typed
 from .._core.graph.source import defined_at
-from .declaring import Declaring
-from .templates import Template, is_array
+from .tensors import Template, is_array
+from .wrapper import Graph
 
 
 class CacheInfo(NamedTuple):
@@ -206,8 +206,9 @@ def _for_all_numbers(made: Any) -> Any:
     """The function's result, whose graphs forget the values of scalars in host memory: they serve
     all arrays of their kind."""
     for leaf in jax.tree.leaves(made):
-        if isinstance(leaf, Declaring):
-            leaf._forget_numbers()
+        if isinstance(leaf, Graph) and leaf._recorder is not None:
+            for tensor in leaf._recorder.handles.values():
+                tensor.number = None
     return made
 
 

@@ -8,12 +8,8 @@ from typing import Any
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
-from .._core.graph.source import user_line
-from .checks import listed, refuse_reordered
-from .recorder import Recorder
-from .spellings import ASKED_FOR
-from .templates import SHAPE_OF_WORDS
-from .tensors import NamedTensor
+from .attention import ASKED_FOR
+from .tensors import SHAPE_OF_WORDS, NamedTensor, is_unset, listed, refusal, refuse_reordered
 from .wrapper import Graph
 
 
@@ -60,31 +56,31 @@ def from_pygraph(
     inputs = None if inputs is None else listed("inputs", inputs)
     outputs = None if outputs is None else listed("outputs", outputs)
     if isinstance(graph, Graph):
-        raise GraphTypeError(
+        raise refusal(
             "from_pygraph takes a pygraph, not a jax_cudnn.Graph",
+            GraphTypeError,
             expected="a cudnn.pygraph",
             got=repr(graph),
             why="it already is a JAX function",
             fix="call it; graph.with_options(...) is the same graph with other options",
-            where=user_line(),
         )
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
-        raise GraphTypeError(
+        raise refusal(
             "not a pygraph that keeps its nodes",
+            GraphTypeError,
             expected="a cudnn.pygraph of nvidia-cudnn-frontend 1.28 or newer",
-            got=f"{type(graph).__name__}",
+            got=type(graph).__name__,
             fix="upgrade the frontend; a deserialized graph has plans, but no nodes",
-            where=user_line(),
         )
-    if said := [option for option in _OF_CONTEXT if option in options]:
-        raise GraphError(
-            f"from_pygraph cannot change {said[0]}",
-            got=f"{said[0]}={options[said[0]]!r}",
-            why="the pygraph defines it",
-            fix=f"cudnn.pygraph({said[0]}=...)",
-            where=user_line(),
-        )
+    for option in ("io_data_type", "intermediate_data_type"):
+        if option in options:
+            raise refusal(
+                f"from_pygraph cannot change {option}",
+                got=f"{option}={options[option]!r}",
+                why="the pygraph defines it",
+                fix=f"cudnn.pygraph({option}=...)",
+            )
     context = graph.context
     made = Graph(
         name=name or getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
@@ -96,8 +92,8 @@ def from_pygraph(
         copied = _Copy(made, context.intermediate_data_type or "float32")
         for node in nodes:
             copied.add(node)
-        marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
-        made._io = inputs, outputs or marked
+        results = made._built.handles.values()
+        made._io = inputs, outputs or tuple(tensor for tensor in results if tensor.is_output)
     return made
 
 
@@ -105,17 +101,15 @@ class _Copy:
     """Copies nodes, and maps each tensor to its copy."""
 
     def __init__(self, graph: Graph, intermediate: Any) -> None:
-        self._graph, self._intermediate = graph, intermediate
+        self._graph, self._recorder = graph, graph._built
+        self._intermediate = intermediate
         self._made: dict[int, Any] = {}
         self._numbers: dict[str, NamedTensor] = {}  # for booleans
 
-    @property
-    def _recorder(self) -> Recorder:
-        return self._graph._built
-
     def add(self, node: Any) -> None:
         """Adds a node; raises GraphError that names it if it is not supported."""
-        method = _method(node)
+        kind: str = node.node_type.name
+        method = node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
         try:
             arguments = self._arguments(method, node)
             name = None if node.name in self._recorder.nodes else node.name  # unless taken
@@ -129,7 +123,7 @@ class _Copy:
             if len(made) == 1:  # it may have another name there
                 (port,) = made
             result = made[ASKED_FOR.get(port, port)]
-            self._describe(result, tensor)
+            self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 
     def _arguments(self, method: str, node: Any) -> dict[str, Any]:
@@ -148,8 +142,9 @@ class _Copy:
             del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
         if "bool" not in cls.dtypes or method == "binary_select":
+            is_mask = ("binary_select", "mask")
             operands = {
-                port: x if (method, port) == _MASK else self._as_number(x)
+                port: x if (method, port) == is_mask else self._as_number(x)
                 for port, x in operands.items()
             }
         given = {**operands, **params}
@@ -159,15 +154,14 @@ class _Copy:
             given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
         if parts := given.pop("_dropout_n", None):
             given["dropout"] = tuple(given.pop(f"dropout_{i}") for i in range(parts))
-        functions = [name for name, value in given.items() if callable(value)]
-        if functions:
+        if functions := [name for name, value in given.items() if callable(value)]:
             raise GraphError(
                 f"{functions[0]} is a function that builds a frontend graph",
                 why="it adds nodes to the frontend's graph, not to this one",
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
-        compute = _known(node.compute_data_type)
-        if compute is not None and cls.product and not method.startswith("sdpa"):
+        compute = node.compute_data_type
+        if not is_unset(compute) and cls.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
         return given
 
@@ -211,32 +205,22 @@ class _Copy:
         self._made[tensor.uid] = made
         self._recorder.references.remember(tensor, made)
 
-    def _describe(self, result: NamedTensor, tensor: Any) -> None:
+    def _describe(self, result: NamedTensor, tensor: Any, has_open_shape: bool) -> None:
         """Copies the stated properties of a result."""
         self._became(tensor, result)
         result.set_name(tensor.name).set_uid(tensor.uid)
-        if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
+        if tensor.dim and (tensor.dim_assigned or has_open_shape):
             result.set_dim(tensor.dim)
         if tensor.stride_assigned and tensor.stride:
             result.set_stride(tensor.stride)
-        data_type = _known(tensor.get_data_type())
+        data_type = tensor.get_data_type()
         if not tensor.is_virtual:
             result.set_output(True)
-        elif data_type in (None, self._intermediate):
+        elif is_unset(data_type) or data_type == self._intermediate:
             # The default for floats; integers would keep their dtype, and booleans stay booleans.
             data_type = self._intermediate if result._state.dtype in INTEGERS else None
-        if data_type is not None:
+        if not is_unset(data_type):
             result.set_data_type(data_type)
-
-
-_MASK = "binary_select", "mask"
-_OF_CONTEXT = "io_data_type", "intermediate_data_type"
-
-
-def _method(node: Any) -> str:
-    """pygraph's method that created a node."""
-    kind: str = node.node_type.name
-    return node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
 
 
 # Kinds of nodes that are not named like their method.
@@ -245,7 +229,3 @@ _METHODS: dict[str, str] = {
     for method in REGISTRY
     if method.endswith("_backward")
 }
-
-
-def _known(data_type: Any) -> Any:
-    return None if getattr(data_type, "name", None) == "NOT_SET" else data_type

@@ -1,20 +1,139 @@
-"""The tensors of a Graph: graph tensors with pygraph's names, uids and output flags."""
+"""The tensors of a Graph, what it uses of arrays, and references to both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import numbers
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from .._core.errors import GraphAttributeError, GraphError
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from .._core.errors import (
+    GraphAttributeError,
+    GraphError,
+    GraphTypeError,
+    JaxCudnnError,
+    nearest,
+    shown,
+)
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
+from .._core.graph.layout import order_of_strides
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
-from .checks import refuse_reordered, whole
-from .templates import dtype_name
 
-if TYPE_CHECKING:
-    from .recorder import Recorder
+SHAPE_OF_WORDS = (1, 1, 1, 2)
+"""The shape of one cuDNN INT64 as two uint32: the seed and the offset of dropout."""
+
+
+def refusal(summary: str, kind: type[JaxCudnnError] = GraphError, **parts: str | None) -> Exception:
+    """An error at the user's line; ``parts`` are ``expected``, ``got``, ``why`` and ``fix``."""
+    return kind(summary, where=user_line(), **parts)
+
+
+def listed(name: str, values: Any) -> tuple[Any, ...]:
+    """A list as a tuple; raises GraphTypeError for anything else."""
+    if isinstance(values, (list, tuple)):
+        return tuple(values)
+    expected = "a list or tuple"
+    raise refusal(f"{name} is not a list", GraphTypeError, expected=expected, got=shown(values))
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a graph uses of an array: not its values.
+
+    ``order`` lists the dimensions from the slowest to the fastest in memory; it is None for an
+    array that is row-major or has no strides, and the graph then chooses the order. ``by_value``
+    marks a scalar in host memory, as cuDNN's epsilons are.
+    """
+
+    shape: Shape
+    dtype: str
+    order: tuple[int, ...] | None = None
+    by_value: bool = False
+
+    @classmethod
+    def of(cls, array: Any) -> Template:
+        """The template of an array of any library; raises GraphTypeError for a dtype that cuDNN
+        does not have."""
+        shape = tuple(array.shape)
+        if isinstance(array, (np.ndarray, np.generic)):
+            dtype, in_host_memory = dtype_name(numpy_dtype(array)), True
+        else:
+            dtype = dtype_name(array.dtype)  # JAX arrays, and tracers, are not asked for a device
+            device = None if isinstance(array, jax.Array) else getattr(array, "device", None)
+            in_host_memory = getattr(device, "type", None) == "cpu"  # torch
+        by_value = in_host_memory and math.prod(shape) == 1
+        return cls(shape, dtype, _order(array, shape, dtype), by_value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of some library, a tracer, or a ShapeDtypeStruct."""
+    has_type = hasattr(value, "shape") and hasattr(value, "dtype")
+    return has_type and not isinstance(value, GraphTensor)
+
+
+def is_unset(data_type: Any) -> bool:
+    """Whether a data type is unset: None, or cuDNN's NOT_SET."""
+    return data_type is None or getattr(data_type, "name", None) == "NOT_SET"
+
+
+def dtype_name(dtype: Any) -> str:
+    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; INT64 becomes uint32 pairs."""
+    dtype = _without_torch(dtype)
+    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
+
+
+def compute_name(dtype: Any) -> str:
+    """The same for a compute type."""
+    return canonical_compute(_without_torch(dtype))
+
+
+def _without_torch(dtype: Any) -> Any:
+    """A torch dtype without ``torch.``: the rest is JAX's name."""
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else dtype
+
+
+def numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
+    """JAX's dtype of a NumPy array. A float64 scalar, to which NumPy converts Python floats, is
+    float32 even if x64 is enabled."""
+    if array.size == 1 and array.dtype == np.float64:
+        return np.dtype(np.float32)
+    return jax.dtypes.canonicalize_dtype(array.dtype)
+
+
+def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
+    order, strides = None, None
+    if isinstance(array, Tracer):
+        return None
+    if isinstance(array, jax.Array):
+        layout: Any = getattr(array, "format").layout  # noqa: B009
+        order = getattr(layout, "major_to_minor", None)
+    elif callable(getattr(array, "stride", None)):  # torch counts elements
+        strides = [int(step) for step in array.stride()]
+    elif getattr(array, "strides", None) is not None:  # NumPy and CuPy count bytes
+        size = getattr(array, "itemsize", itemsize(dtype))
+        strides = [int(step) // size for step in array.strides]
+    if strides is not None and len(strides) == len(shape):
+        order = order_of_strides(shape, strides)
+    return None if order is None or order == tuple(range(len(shape))) else tuple(order)
+
+
+def number(value: Any) -> float | None:
+    """The value of a Python or NumPy scalar, which is known without reading a device; or None."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
+        return float(value.reshape(()))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
 
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
@@ -31,13 +150,23 @@ _NOT_HERE = {
 def one_element(name: str, shape: Sequence[int]) -> None:
     """Raises GraphError if a tensor that is passed by value has several elements."""
     if math.prod(shape) != 1:
-        raise GraphError(
+        raise refusal(
             f"is_pass_by_value of {name}, which is not a scalar",
             expected="a tensor of one element",
             got=str(list(shape)),
             why="cuDNN reads such a tensor as one scalar in host memory",
             fix="leave out is_pass_by_value",
-            where=user_line(),
+        )
+
+
+def refuse_reordered(reordering_type: Any) -> None:
+    """Raises GraphError for a memory order that strides cannot express."""
+    if getattr(reordering_type, "name", reordering_type) not in (None, "NONE"):
+        raise refusal(
+            "tensors of a Graph do not support reordering_type",
+            got=str(reordering_type),
+            why="strides describe the memory order of XLA's arrays",
+            fix="jax_cudnn.ops.quantize_mxfp8 reorders the scales of blocks",
         )
 
 
@@ -50,22 +179,26 @@ class NamedTensor(GraphTensor):
     set dtype and shape of an input before an operation uses it.
     """
 
-    __slots__ = ("by_value", "is_output", "label", "number", "uid")
+    __slots__ = (
+        "by_value",
+        "is_declared",
+        "is_output",
+        "is_own_uid",
+        "is_untyped",
+        "label",
+        "number",
+        "offset",
+        "uid",
+    )
+    _builder: Any  # the Recorder that made it
 
-    _builder: Recorder
-
-    def __init__(self, recorder: Recorder, state: Tensor, uid: int):
+    def __init__(self, recorder: Any, state: Tensor, uid: int):
         super().__init__(recorder, state)
-        self.uid, self.label = uid, ""
-        self.is_output = self.by_value = False
+        self.uid, self.is_own_uid, self.label = uid, False, ""
+        self.is_declared = False  # by its shape: setters may change it until it is used
+        self.is_output = self.by_value = self.is_untyped = False
         self.number: float | None = None  # the declared value of one passed by value
-
-    def of(self, recorder: Recorder) -> NamedTensor:
-        """The same tensor in a copy of its graph."""
-        made = NamedTensor(recorder, self._state, self.uid)
-        made.label, made.is_output = self.label, self.is_output
-        made.by_value, made.number = self.by_value, self.number
-        return made
+        self.offset: str | None = None  # the name of its ragged offset
 
     def set_output(self, is_output: bool = True) -> NamedTensor:
         """Make the tensor an output of the graph."""
@@ -87,7 +220,10 @@ class NamedTensor(GraphTensor):
     def set_uid(self, uid: int) -> NamedTensor:
         """Set an integer to refer to the tensor."""
         self._builder.check_open("set_uid")
-        self._builder.give_uid(self, whole(f"set_uid({uid!r})", uid))
+        if not is_uid(uid):
+            expected, got = "an integer", shown(uid)
+            raise refusal(f"set_uid({uid!r})", GraphTypeError, expected=expected, got=got)
+        self._builder.give_uid(self, int(uid))
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:
@@ -151,12 +287,11 @@ class NamedTensor(GraphTensor):
     def set_ragged_offset_multiplier(self, multiplier: int) -> NamedTensor:
         """Sets the unit of ragged offsets in elements, which must be 1."""
         if multiplier != 1:
-            raise GraphError(
+            raise refusal(
                 "tensors of a Graph do not support ragged_offset_multiplier",
                 expected="1",
                 got=repr(multiplier),
                 fix="multiply the offsets before the call",
-                where=user_line(),
             )
         return self
 
@@ -164,7 +299,7 @@ class NamedTensor(GraphTensor):
         return 1
 
     def get_ragged_offset(self) -> NamedTensor | None:
-        return self._builder.ragged_offset(self)
+        return self._builder.handles.get(self.offset)
 
     def get_name(self) -> str:
         return self.label or self.name
@@ -179,7 +314,7 @@ class NamedTensor(GraphTensor):
 
     def get_data_type(self) -> Any:
         """The JAX dtype; None for an input without a dtype so far."""
-        return None if self._builder.is_untyped(self) else self.dtype
+        return None if self.is_untyped else self.dtype
 
     def get_is_virtual(self) -> bool:
         return self._builder.is_virtual(self)
@@ -199,10 +334,123 @@ class NamedTensor(GraphTensor):
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:
-            raise GraphAttributeError(
+            raise refusal(
                 f"tensors of a Graph do not support .{name}",
+                GraphAttributeError,
                 got=str(self._state),
                 fix=_NOT_HERE[name],
-                where=user_line(),
             )
         return super().__getattr__(name)
+
+
+def names(tensors: Iterable[NamedTensor]) -> str:
+    """Names of tensors for a message."""
+    return ", ".join(tensor.get_name() for tensor in tensors)
+
+
+# -- references -----------------------------------------------------------------------------------
+
+# Names of results in cuDNN's frontend that differ from the port's name.
+_PYGRAPH = {
+    "inv_var": "INV_VARIANCE",
+    "mean": "MEAN",
+    "next_running_mean": "NEXT_RUNNING_MEAN",
+    "next_running_var": "NEXT_RUNNING_VAR",
+    "DScale": "DSCALE",
+    "DBias": "DBIAS",
+}
+
+
+def result_name(method: str, port: str) -> str:
+    """The frontend's name of an operation's result."""
+    if method == "reduction":
+        return "OUT_0"
+    if method == "rmsnorm_backward":
+        return {"DScale": "Dscale", "DBias": "Dbias"}.get(port, port)
+    return _PYGRAPH.get(port, port)
+
+
+def is_uid(reference: Any) -> bool:
+    """Whether a reference is a Python or NumPy integer."""
+    return isinstance(reference, numbers.Integral) and not isinstance(reference, bool)
+
+
+@dataclass
+class References:
+    """Finds the tensor of a reference: a node and port, name, uid, tensor, or array.
+
+    Arrays are identified by identity and are not kept alive: a graph needs only their shapes.
+    """
+
+    tensors: dict[str, NamedTensor]
+    named: dict[str, str] = field(default_factory=dict)  # "conv2d::image" -> tensor
+    aliases: dict[str, str] = field(default_factory=dict)  # what errors do not list, in lower case
+    arrays: dict[int, tuple[Any, str]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arrays": {}}  # not valid in other processes
+
+    def copied(self, tensors: dict[str, NamedTensor]) -> References:
+        """The same references to the tensors of a copied graph."""
+        return References(tensors, {**self.named}, {**self.aliases}, {**self.arrays})
+
+    def add(self, tensor: str, name: str, *aliases: str) -> None:
+        """Makes names refer to a tensor, unless they refer to another one."""
+        self.named.setdefault(name, tensor)
+        for alias in aliases:
+            self.aliases.setdefault(alias.lower(), tensor)
+
+    def remember(self, array: Any, tensor: NamedTensor) -> None:
+        """Makes an array or a tensor of pygraph refer to a tensor, as long as it lives."""
+        try:
+            self.arrays[id(array)] = weakref.ref(array), tensor.name
+        except TypeError:  # a few types, which hold no large memory
+            self.arrays[id(array)] = lambda: array, tensor.name
+
+    def recall(self, array: Any) -> NamedTensor | None:
+        """The tensor for which an array was passed, or None."""
+        alive, name = self.arrays.get(id(array), (lambda: None, ""))
+        return self.tensors[name] if name and alive() is array else None
+
+    def places(self, tensor: NamedTensor) -> list[str]:
+        """The nodes and ports that read or compute a tensor."""
+        return [n for n, named in self.named.items() if named == tensor.name and "::" in n]
+
+    def find(self, reference: Any) -> NamedTensor:
+        """The tensor; raises GraphError that lists the known references if there is none."""
+        found = self.lookup(reference)
+        if found is not None:
+            return found
+        labels = [tensor.label for tensor in self.tensors.values() if tensor.label]
+        known = [*dict.fromkeys((*labels, *self.named))]
+        plain = isinstance(reference, (str, numbers.Integral))
+        got = reference if plain else f"a {type(reference).__name__}"
+        raise refusal(
+            f"the graph has no tensor {got!r}",
+            expected=f"one of {', '.join(known)}; a uid, a tensor of this graph, or an array that "
+            "was passed while building it",
+            fix=nearest(reference, known),
+        )
+
+    def lookup(self, reference: Any) -> NamedTensor | None:
+        """The tensor, or None; raises GraphError for an ambiguous name."""
+        if isinstance(reference, NamedTensor):
+            found = self.tensors.get(reference.name)
+            if found is None or found._builder.family is not reference._builder.family:
+                return None  # copies of a graph, with other options, share its references
+            return found
+        if is_uid(reference):
+            return next((t for t in self.tensors.values() if t.uid == reference), None)
+        if not isinstance(reference, str):
+            return self.recall(reference)
+        if reference in self.named:
+            return self.tensors[self.named[reference]]
+        labelled = [tensor for tensor in self.tensors.values() if tensor.label == reference]
+        if len(labelled) > 1:
+            raise refusal(
+                f"several tensors are named {reference!r}",
+                got=", ".join(tensor.name for tensor in labelled),
+                fix="refer to them by node and port, by uid, or by the tensor itself",
+            )
+        alias = self.aliases.get(reference.lower(), "")
+        return labelled[0] if labelled else self.tensors.get(alias)
