@@ -23,7 +23,7 @@ from ..ops.attention.base import LENGTHS
 from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
 from ..ops.attention.paged import PagedSdpa
-from .tensors import is_array, refusal
+from .arrays import is_array, refusal
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
 """The frontend's names of page tables, and the ports' names."""

@@ -14,9 +14,10 @@ from .._core.graph.spec import GraphSpec
 from .._core.planning.candidates import Candidate
 from .._core.plans.plan import Plan
 from .._core.plans.support_value import Support
-from .function import Function, marked, ordered
-from .recorder import Recorder, as_json, by_label
-from .tensors import NamedTensor, listed, refusal
+from .arrays import listed, refusal
+from .function import Function
+from .recorder import Recorder
+from .tensors import NamedTensor, as_json, labels
 
 
 class GraphNode(NamedTuple):
@@ -68,12 +69,15 @@ class Built:
 
     def _end(self, recorder: Recorder) -> Function:
         """Completes a graph with its outputs, and the order of calls if given."""
-        inputs, outputs = self._io
-        made = Function(self.name, recorder, self._options, marked(self.name, recorder, outputs))
+        io = self._io if any(self._io) else (None, None)
+        made = Function.of(self.name, recorder, self._options, *io)
         recorder.conclude(made.outputs)
-        if inputs or outputs:
-            made.order = ordered(self.name, recorder, inputs, made.inputs)
         return made
+
+    def _forget_numbers(self) -> None:
+        """Forgets the values of the scalars that the graph was built with."""
+        for tensor in self._recorder.handles.values() if self._recorder else ():
+            tensor.number = None
 
     # -- contents -----
 
@@ -105,7 +109,7 @@ class Built:
             "intermediate_data_type": self._options.intermediate_data_type,
             "compute_data_type": self._options.compute_data_type or "float32",
         }
-        return as_json(self._built, context)
+        return as_json(self._built.nodes, self._built.handles, context)
 
     def inspect(self) -> dict[str, Any]:
         """The same as a dictionary."""
@@ -114,7 +118,7 @@ class Built:
     @property
     def tensors(self) -> dict[str, NamedTensor]:
         """The tensors by name; those without a name by node and port."""
-        return by_label(self._built)
+        return labels(self._built.nodes, self._built.handles.values())
 
     @property
     def nodes(self) -> tuple[GraphNode, ...]:

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.bounds import bounded
-from .._core.graph.dtypes import WORDS, float32_range, is_floating
+from .._core.graph.dtypes import is_floating
 from .._core.graph.layout import lies_so
 from .._core.graph.options import Options, Surroundings
-from .._core.graph.spec import GraphSpec, Tensor, intern
-from .._core.graph.tensor import GraphTensor
+from .._core.graph.spec import GraphSpec, intern
 from .._core.plans.plan import Plan
 from .._core.plans.support_value import Support
 from .._core.primitive import bind
-from .recorder import Recorder, canonical_name
-from .tensors import (
-    SHAPE_OF_WORDS,
-    NamedTensor,
-    Template,
-    is_array,
-    is_uid,
-    names,
-    number,
-    numpy_dtype,
-    refusal,
-)
+from .arrays import constant, like, number, operand, refusal
+from .recorder import Recorder
+from .tensors import NamedTensor, canonical_name, is_uid, names
 
 Tensors = tuple[NamedTensor, ...]
 
@@ -73,21 +59,61 @@ class Function:
     recorder: Recorder
     options: Options
     outputs: Tensors
-    order: Tensors | None = None  # of the inputs in positional calls
+    order: Tensors | None  # of the inputs in positional calls
+
+    @classmethod
+    def of(cls, name: str, recorder: Recorder, options: Options, inputs: Any, outputs: Any) -> Self:
+        """The graph with inputs and outputs in the order of these references, by default with all
+        marked outputs. Raises GraphError if one is missing, or listed wrongly."""
+        find = recorder.references.find
+        marked = [tensor for tensor in recorder.handles.values() if tensor.is_output]
+        results = [find(reference) for reference in outputs or ()] or marked
+        known = [tensor.name for tensor in results]
+        for tensor in results:
+            if known.count(tensor.name) > 1:
+                fix = f"list {tensor.get_name()} once"
+                raise refusal("outputs list a tensor twice", got=names(results), fix=fix)
+            recorder.check_result(tensor, "outputs=")
+        if not known or any(tensor.name not in known for tensor in marked):
+            raise refusal(
+                f"{name} has {'outputs that are not listed' if known else 'no output'}",
+                expected=names(marked) or "at least one result of an operation",
+                got=names(results) or "none",
+                fix="mark results by y.set_output(True), or list all of them in outputs=[...]",
+            )
+        made = cls(name, recorder, options, tuple(results), None)
+        if inputs is None and outputs is None:
+            return made
+        order = made.inputs if inputs is None else tuple(find(reference) for reference in inputs)
+        known = [tensor.name for tensor in order]
+        wrong = [tensor for tensor in order if recorder.is_result(tensor)]
+        missing = [tensor for tensor in made.inputs if tensor.name not in known]
+        if wrong or missing:
+            raise refusal(
+                f"{name}: wrong list of inputs",
+                expected=names(made.inputs),
+                got=names(order) or "none",
+                why=f"the graph computes {names(wrong)}" if wrong else None,
+                fix=f"add {names(missing)}" if missing else f"leave out {names(wrong)}",
+            )
+        made.order = order
+        return made
 
     def copied(self, options: Options) -> Function:
         """The same graph with other options, and with its own tensors."""
         recorder = self.recorder.copied()
         outputs, order = (
-            None if tensors is None else tuple(recorder.handles[t.name] for t in tensors)
+            tuple(recorder.handles[tensor.name] for tensor in tensors or ())
             for tensors in (self.outputs, self.order)
         )
-        return Function(self.name, recorder, options, outputs or (), order)
+        return Function(
+            self.name, recorder, options, outputs, None if self.order is None else order
+        )
 
     @functools.cached_property
     def inputs(self) -> Tensors:
         """Those that the outputs depend on, in the order of declaration."""
-        return self.recorder.needed(self.outputs)
+        return tuple(self.recorder.handles[n] for n in self.recorder.finish(self.outputs).inputs)
 
     @property
     def in_order(self) -> list[NamedTensor]:
@@ -174,7 +200,9 @@ class Function:
             keys = supplied[tensor.name]
             result |= {key: like(given[key], array, key) for key in keys}
             if not keys:
-                result[tensor.uid if by_uid else canonical_name(self.recorder, tensor)] = array
+                result[tensor.uid if by_uid else canonical_name(self.recorder.nodes, tensor)] = (
+                    array
+                )
         return result
 
     def give(self, values: dict[str, Any], tensor: NamedTensor, value: Any) -> None:
@@ -254,189 +282,3 @@ class Function:
 
         function.__name__ = self.name
         return function, [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in arrays]
-
-
-def marked(name: str, recorder: Recorder, references: Sequence[Any] | None) -> Tensors:
-    """The outputs, in the order of their references. Raises GraphError if there are none, or
-    if a marked output is not listed."""
-    marked = [tensor for tensor in recorder.handles.values() if tensor.is_output]
-    outputs = [recorder.references.find(reference) for reference in references or ()] or marked
-    known = [tensor.name for tensor in outputs]
-    for tensor in outputs:
-        if known.count(tensor.name) > 1:
-            fix = f"list {tensor.get_name()} once"
-            raise refusal("outputs list a tensor twice", got=names(outputs), fix=fix)
-        recorder.check_result(tensor, "outputs=")
-    if not known or any(tensor.name not in known for tensor in marked):
-        problem = "outputs that are not listed" if known else "no output"
-        raise refusal(
-            f"{name} has {problem}",
-            expected=names(marked) or "at least one result of an operation",
-            got=names(outputs) or "none",
-            fix="mark results by y.set_output(True), or list all of them in outputs=[...]",
-        )
-    return tuple(outputs)
-
-
-def ordered(
-    name: str, recorder: Recorder, references: Sequence[Any] | None, needed: Tensors
-) -> Tensors:
-    """The inputs in the order of positional calls; raises GraphError if one is missing."""
-    if references is None:
-        return needed
-    inputs = [recorder.references.find(reference) for reference in references]
-    known = {tensor.name for tensor in inputs}
-    results = [tensor for tensor in inputs if recorder.is_result(tensor)]
-    missing = [tensor for tensor in needed if tensor.name not in known]
-    if results or missing:
-        raise refusal(
-            f"{name}: wrong list of inputs",
-            expected=names(needed),
-            got=names(inputs) or "none",
-            why=f"the graph computes {names(results)}" if results else None,
-            fix=f"add {names(missing)}" if missing else f"leave out {names(results)}",
-        )
-    return tuple(inputs)
-
-
-def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
-    """The JAX array for an input of a graph; raises an error if it does not fit."""
-    if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, WORDS):
-        value = _words(value)
-    elif isinstance(value, (np.ndarray, np.generic)):
-        value = value.astype(numpy_dtype(value), copy=False)
-    array = _as_jax(value, name)
-    if math.prod(array.shape) == 1 == math.prod(tensor.shape):
-        array = array.reshape(tensor.shape)  # scalars get the rank of the tensors
-    if getattr(array, "weak_type", False):  # a Python number, which promotion may convert
-        if jnp.result_type(array, jnp.dtype(tensor.dtype)).name == tensor.dtype:
-            array = array.astype(tensor.dtype)
-    if (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype):
-        return array
-    raise (GraphError if array.dtype.name == tensor.dtype else GraphTypeError)(
-        f"{name} differs from the array that the graph was built for",
-        expected=f"{tensor.dtype}{list(tensor.shape)}",
-        got=f"{array.dtype.name}{list(array.shape)}",
-        why="a cuDNN graph has fixed shapes and dtypes",
-        fix="cast or reshape the array, or build one graph per kind of arrays with "
-        "@jax_cudnn.graph_cache",
-    )
-
-
-def _words(value: Any) -> Any:
-    """One integer as its low and high word; anything else unchanged."""
-    if isinstance(value, (int, np.ndarray, np.generic)) and np.size(value) == 1:
-        number = np.asarray(value)
-        if number.dtype.kind in "iu":
-            return np.array([int(number.item()) % 2**64], "<u8").view("<u4").reshape(SHAPE_OF_WORDS)
-    if not isinstance(value, jax.Array) or value.size != 1:
-        return value
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        return value
-    bits = jnp.iinfo(value.dtype).bits
-    high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
-    return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
-
-
-def _as_jax(value: Any, name: str) -> jax.Array:
-    known = isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__")
-    try:
-        if known or not hasattr(value, "__dlpack__"):
-            return jnp.asarray(value)
-        # torch does not export tensors that record gradients.
-        return jax.dlpack.from_dlpack(value.detach() if hasattr(value, "detach") else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError, BufferError) as error:
-        raise GraphTypeError(
-            f"{name} is not an array",
-            expected="an array of JAX, NumPy or a library with DLPack",
-            got=shown(value),
-            why=f"{type(error).__name__}: {error}"[:200],
-        ) from error
-
-
-def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
-    """A scalar as a constant of a plan, rounded to the tensor's dtype; None for an array. Raises an
-    error if the dtype cannot hold it."""
-    given, dtype = number(value), tensor.dtype
-    if given is None:
-        return None
-    if jnp.issubdtype(dtype, jnp.floating):
-        given = float32_range(name, given)
-        if dtype == np.float32:  # operations round it themselves
-            return given
-        with np.errstate(over="ignore"):
-            rounded = float(np.asarray(given).astype(dtype))
-        if math.isfinite(given) and not math.isfinite(rounded):
-            raise GraphError(
-                f"{name} is too large",
-                expected=f"a number in the range of {dtype.name}",
-                got=repr(value),
-                fix="declare it with data_type=float32",
-            )
-        return rounded
-    if not given.is_integer():
-        raise GraphTypeError(
-            f"{name} is not an integer",
-            expected=f"a value of {dtype.name}",
-            got=repr(given),
-            fix="declare the input with a floating data_type, or round the number",
-        )
-    least, most = 0, 1
-    if dtype != np.bool_:
-        own, int32 = jnp.iinfo(dtype), jnp.iinfo("int32")
-        least, most = max(own.min, int32.min), min(own.max, int32.max)
-    if not least <= given <= most:
-        raise GraphError(
-            f"{name} is out of range",
-            expected=f"an integer from {least} to {most}",
-            got=repr(given),
-            why=f"it is a {dtype.name} constant, which a plan stores as int32",
-        )
-    return given
-
-
-def like(wanted: Any, array: jax.Array, key: Any) -> jax.Array:
-    """A result in the shape and dtype of the array that was passed for it.
-
-    Dimensions may be merged, split, or added with size 1. Raises an error if the elements or their
-    order would change, or if the dtype cannot hold them.
-    """
-    if not is_array(wanted):
-        raise refusal(
-            f"the value passed for output {key!r} is not an array",
-            GraphTypeError,
-            expected="an array or jax.ShapeDtypeStruct, for its shape and dtype",
-            got=shown(wanted),
-        )
-    template = Template.of(wanted)
-    had, has = _borders(array.shape), _borders(template.shape)
-    if math.prod(template.shape) != array.size or not (had <= has or has <= had):
-        raise refusal(
-            f"the array passed for output {key!r} has another shape",
-            expected=f"{list(array.shape)}, or this with adjacent dimensions merged or split",
-            got=str(list(template.shape)),
-            why="a result can be reshaped, but not transposed",
-            fix="leave out the output, and transpose the result with jnp.transpose",
-        )
-    if not _holds(template.dtype, array.dtype.name):
-        raise refusal(
-            f"the array passed for output {key!r} cannot hold it",
-            GraphTypeError,
-            expected=array.dtype.name,
-            got=template.dtype,
-            why="values would be truncated",
-            fix="leave out the output, and cast the result with astype",
-        )
-    return array.reshape(template.shape).astype(template.dtype)
-
-
-def _borders(shape: Sequence[int]) -> set[int]:
-    """The strides at which dimensions begin; a shape with more of them splits dimensions."""
-    return {*itertools.accumulate((size for size in shape if size != 1), operator.mul)}
-
-
-def _holds(dtype: str, result: str) -> bool:
-    """Whether a dtype can hold results of another one; floats of any width can, by rounding."""
-    if is_floating(dtype):
-        return True
-    return not is_floating(result) and jnp.promote_types(dtype, result).name == dtype

@@ -7,9 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
-import json
 import math
-import numbers
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,14 +19,7 @@ from .._core.errors import JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers
-from .._core.graph.dtypes import (
-    INTEGERS,
-    WORDS,
-    beside_integers,
-    cudnn_name,
-    is_floating,
-    wide_dtype,
-)
+from .._core.graph.dtypes import INTEGERS, WORDS, beside_integers, is_floating, wide_dtype
 from .._core.graph.layout import packed_strides
 from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
@@ -36,19 +27,9 @@ from .._core.graph.promotion import computed, result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
+from .arrays import SHAPE_OF_WORDS, Template, compute_name, is_array, number, refusal
 from .attention import IN_MEMORY, PAGES, always_returned, check_given, packed, paged_node, spelled
-from .tensors import (
-    SHAPE_OF_WORDS,
-    NamedTensor,
-    References,
-    Template,
-    compute_name,
-    is_array,
-    number,
-    one_element,
-    refusal,
-    result_name,
-)
+from .tensors import NamedTensor, References, one_element, result_name
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}
 """Their positions in the frontend's argument ``dropout``."""
@@ -386,10 +367,6 @@ class Recorder(GraphBuilder):
         self.spec = spec
         return spec
 
-    def needed(self, outputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
-        """The inputs that the outputs depend on."""
-        return tuple(self.handles[name] for name in self.finish(outputs).inputs)
-
     def finish(
         self,
         outputs: Sequence[GraphTensor],
@@ -419,77 +396,3 @@ def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
         return node.infer(narrow)[port][1] == "float32"
     except JaxCudnnError:  # it does not support such operands
         return node.infer(inputs)[port][1] != result_dtype(inputs)
-
-
-# -- JSON -----
-
-
-def as_json(recorder: Recorder, context: Mapping[str, Any]) -> str:
-    """Indented JSON, with tensors and nodes in the order of creation."""
-    nodes = [_node(recorder, name) for name in recorder.nodes]
-    tensors = {label: _tensor(recorder, x) for label, x in by_label(recorder).items()}
-    content = {"context": context, "nodes": nodes, "tensors": tensors}
-    return json.dumps(content, indent=2, allow_nan=False)
-
-
-def _node(recorder: Recorder, name: str) -> dict[str, Any]:
-    call = recorder.nodes[name]
-
-    def operand(tensor: str) -> Any:
-        handle = recorder.handles[tensor]
-        number = handle._state.value
-        return _label(recorder, handle) if number is None else _plain(number)
-
-    return {
-        "name": name,
-        "tag": call.node.method.upper(),
-        "compute_data_type": cudnn_name(call.node.compute_data_type),
-        **{key: _plain(value) for key, value in call.node.keywords().items()},
-        "inputs": {port: operand(tensor) for port, tensor in call.inputs},
-        "outputs": {
-            result_name(call.node.method, port): operand(tensor) for port, tensor in call.outputs
-        },
-    }
-
-
-def _tensor(recorder: Recorder, tensor: NamedTensor) -> dict[str, Any]:
-    return {
-        "data_type": cudnn_name(tensor._state.dtype),
-        "dim": tensor.get_dim(),
-        "stride": recorder.strides(tensor),
-        "is_pass_by_value": tensor.get_is_pass_by_value(),
-        "is_virtual": recorder.is_virtual(tensor),
-        "uid": tensor.uid,
-    }
-
-
-def by_label(recorder: Recorder) -> dict[str, NamedTensor]:
-    """The tensors by name; those without a name by node and port."""
-    tensors = [tensor for tensor in recorder.handles.values() if tensor._state.value is None]
-    return {_label(recorder, tensor): tensor for tensor in tensors}
-
-
-def _label(recorder: Recorder, tensor: NamedTensor) -> str:
-    """The tensor's name if it is unique, else its canonical name."""
-    same = [t for t in recorder.handles.values() if t.label == tensor.label]
-    return tensor.label if tensor.label and len(same) == 1 else canonical_name(recorder, tensor)
-
-
-def canonical_name(recorder: Recorder, tensor: NamedTensor) -> str:
-    """``node::port`` of the node that computes a tensor; for an input, the declared name."""
-    for node, call in recorder.nodes.items():
-        for port, name in call.outputs:
-            if name == tensor.name:
-                return f"{node}::{result_name(call.node.method, port)}"
-    return tensor.name
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        # JSON has no infinities: write "inf", "-inf", "nan", which float() reads.
-        return float(value) if math.isfinite(value) else str(float(value))
-    return value if isinstance(value, (str, bool)) else str(value)

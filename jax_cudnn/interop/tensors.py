@@ -1,139 +1,21 @@
-"""The tensors of a Graph, what it uses of arrays, and references to both."""
+"""The tensors of a Graph: pygraph's names, uids and output flags; and what refers to them."""
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import numpy as np
-from jax.core import Tracer
-
-from .._core.errors import (
-    GraphAttributeError,
-    GraphError,
-    GraphTypeError,
-    JaxCudnnError,
-    nearest,
-    shown,
-)
-from .._core.graph.dims import Shape
-from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
-from .._core.graph.layout import order_of_strides
-from .._core.graph.source import user_line
-from .._core.graph.spec import Tensor
+from .._core.errors import GraphAttributeError, GraphTypeError, nearest, shown
+from .._core.graph.dtypes import cudnn_name
+from .._core.graph.spec import Call, Tensor
 from .._core.graph.tensor import GraphTensor
-
-SHAPE_OF_WORDS = (1, 1, 1, 2)
-"""The shape of one cuDNN INT64 as two uint32: the seed and the offset of dropout."""
-
-
-def refusal(summary: str, kind: type[JaxCudnnError] = GraphError, **parts: str | None) -> Exception:
-    """An error at the user's line; ``parts`` are ``expected``, ``got``, ``why`` and ``fix``."""
-    return kind(summary, where=user_line(), **parts)
-
-
-def listed(name: str, values: Any) -> tuple[Any, ...]:
-    """A list as a tuple; raises GraphTypeError for anything else."""
-    if isinstance(values, (list, tuple)):
-        return tuple(values)
-    expected = "a list or tuple"
-    raise refusal(f"{name} is not a list", GraphTypeError, expected=expected, got=shown(values))
-
-
-@dataclass(frozen=True)
-class Template:
-    """What a graph uses of an array: not its values.
-
-    ``order`` lists the dimensions from the slowest to the fastest in memory; it is None for an
-    array that is row-major or has no strides, and the graph then chooses the order. ``by_value``
-    marks a scalar in host memory, as cuDNN's epsilons are.
-    """
-
-    shape: Shape
-    dtype: str
-    order: tuple[int, ...] | None = None
-    by_value: bool = False
-
-    @classmethod
-    def of(cls, array: Any) -> Template:
-        """The template of an array of any library; raises GraphTypeError for a dtype that cuDNN
-        does not have."""
-        shape = tuple(array.shape)
-        if isinstance(array, (np.ndarray, np.generic)):
-            dtype, in_host_memory = dtype_name(numpy_dtype(array)), True
-        else:
-            dtype = dtype_name(array.dtype)  # JAX arrays, and tracers, are not asked for a device
-            device = None if isinstance(array, jax.Array) else getattr(array, "device", None)
-            in_host_memory = getattr(device, "type", None) == "cpu"  # torch
-        by_value = in_host_memory and math.prod(shape) == 1
-        return cls(shape, dtype, _order(array, shape, dtype), by_value)
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array of some library, a tracer, or a ShapeDtypeStruct."""
-    has_type = hasattr(value, "shape") and hasattr(value, "dtype")
-    return has_type and not isinstance(value, GraphTensor)
-
-
-def is_unset(data_type: Any) -> bool:
-    """Whether a data type is unset: None, or cuDNN's NOT_SET."""
-    return data_type is None or getattr(data_type, "name", None) == "NOT_SET"
-
-
-def dtype_name(dtype: Any) -> str:
-    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; INT64 becomes uint32 pairs."""
-    dtype = _without_torch(dtype)
-    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
-
-
-def compute_name(dtype: Any) -> str:
-    """The same for a compute type."""
-    return canonical_compute(_without_torch(dtype))
-
-
-def _without_torch(dtype: Any) -> Any:
-    """A torch dtype without ``torch.``: the rest is JAX's name."""
-    text = str(dtype)
-    return text.removeprefix("torch.") if text.startswith("torch.") else dtype
-
-
-def numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
-    """JAX's dtype of a NumPy array. A float64 scalar, to which NumPy converts Python floats, is
-    float32 even if x64 is enabled."""
-    if array.size == 1 and array.dtype == np.float64:
-        return np.dtype(np.float32)
-    return jax.dtypes.canonicalize_dtype(array.dtype)
-
-
-def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
-    order, strides = None, None
-    if isinstance(array, Tracer):
-        return None
-    if isinstance(array, jax.Array):
-        layout: Any = getattr(array, "format").layout  # noqa: B009
-        order = getattr(layout, "major_to_minor", None)
-    elif callable(getattr(array, "stride", None)):  # torch counts elements
-        strides = [int(step) for step in array.stride()]
-    elif getattr(array, "strides", None) is not None:  # NumPy and CuPy count bytes
-        size = getattr(array, "itemsize", itemsize(dtype))
-        strides = [int(step) // size for step in array.strides]
-    if strides is not None and len(strides) == len(shape):
-        order = order_of_strides(shape, strides)
-    return None if order is None or order == tuple(range(len(shape))) else tuple(order)
-
-
-def number(value: Any) -> float | None:
-    """The value of a Python or NumPy scalar, which is known without reading a device; or None."""
-    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
-        return float(value.reshape(()))
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
+from .arrays import dtype_name, refusal
 
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
@@ -454,3 +336,72 @@ class References:
             )
         alias = self.aliases.get(reference.lower(), "")
         return labelled[0] if labelled else self.tensors.get(alias)
+
+
+# -- names and JSON -------------------------------------------------------------------------------
+
+
+def canonical_name(nodes: Mapping[str, Call], tensor: NamedTensor) -> str:
+    """``node::port`` of the node that computes a tensor; for an input, the declared name."""
+    for node, call in nodes.items():
+        for port, name in call.outputs:
+            if name == tensor.name:
+                return f"{node}::{result_name(call.node.method, port)}"
+    return tensor.name
+
+
+def labels(nodes: Mapping[str, Call], tensors: Iterable[NamedTensor]) -> dict[str, NamedTensor]:
+    """The tensors that are not numbers by unique name, or else by canonical name."""
+    counts = Counter(tensor.label for tensor in tensors)
+    return {
+        x.label if x.label and counts[x.label] == 1 else canonical_name(nodes, x): x
+        for x in tensors
+        if x._state.value is None
+    }
+
+
+def as_json(
+    nodes: Mapping[str, Call], tensors: Mapping[str, NamedTensor], context: Mapping[str, Any]
+) -> str:
+    """Indented JSON, with the keys of cuDNN's frontend, and tensors and nodes in the order of
+    creation."""
+    named = labels(nodes, tensors.values())
+    shown_as = {tensor.name: label for label, tensor in named.items()}
+    shown_as |= {n: _plain(t._state.value) for n, t in tensors.items() if n not in shown_as}
+    content = {
+        "context": context,
+        "nodes": [
+            {
+                "name": name,
+                "tag": call.node.method.upper(),
+                "compute_data_type": cudnn_name(call.node.compute_data_type),
+                **{key: _plain(value) for key, value in call.node.keywords().items()},
+                "inputs": {port: shown_as[x] for port, x in call.inputs},
+                "outputs": {result_name(call.node.method, p): shown_as[x] for p, x in call.outputs},
+            }
+            for name, call in nodes.items()
+        ],
+        "tensors": {
+            label: {
+                "data_type": cudnn_name(tensor._state.dtype),
+                "dim": tensor.get_dim(),
+                "stride": tensor.get_stride(),
+                "is_pass_by_value": tensor.get_is_pass_by_value(),
+                "is_virtual": tensor.get_is_virtual(),
+                "uid": tensor.uid,
+            }
+            for label, tensor in named.items()
+        },
+    }
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (str, bool)) or not isinstance(value, numbers.Real):
+        return value if isinstance(value, (str, bool)) else str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    # JSON has no infinities: write "inf", "-inf", "nan", which float() reads.
+    return float(value) if math.isfinite(value) else str(float(value))

@@ -10,21 +10,11 @@ from .._core.errors import GraphAttributeError, GraphError, GraphTypeError, rebu
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import DEFAULTS, replaced
+from .arrays import Template, compute_name, dtype_name, is_unset, listed, number, refusal
 from .built import Built
-from .function import Function, marked, ordered
+from .function import Function
 from .recorder import Recorder
-from .tensors import (
-    NamedTensor,
-    Template,
-    compute_name,
-    dtype_name,
-    is_unset,
-    listed,
-    names,
-    number,
-    refusal,
-    refuse_reordered,
-)
+from .tensors import NamedTensor, names, refuse_reordered
 
 _XLAS = "leave it out: XLA's command buffers capture the calls of jitted functions"
 _CANDIDATES = "graph.plan().candidates lists engines, knobs and notes"
@@ -297,23 +287,21 @@ class Graph(Built):
         if had is None:
             self._io = inputs, outputs
             return
-        results = marked(self.name, recorder, outputs)
-        order = ordered(self.name, recorder, inputs, recorder.needed(results))
-        before = [t.name for t in (*(had.order or ()), *had.outputs)]
-        after = [t.name for t in (*order, *results)]
-        same = before == after
-        if had.order is None:  # it was called by name
-            same = {*before} == {t.name for t in results}
+        made = Function.of(self.name, recorder, self._options, inputs, outputs)
+        same = {t.name for t in had.outputs} == {t.name for t in made.outputs}
+        if had.order is not None:  # else it was called by name
+            before, after = (*had.order, *had.outputs), (*(made.order or ()), *made.outputs)
+            same = [t.name for t in before] == [t.name for t in after]
         if self._was_called and not same:
             raise refusal(
                 f"set_io_tuples of {self.name} after the graph was called",
                 expected=f"inputs {names(had.order or had.inputs)}, outputs {names(had.outputs)}",
-                got=f"inputs {names(order)}, outputs {names(results)}",
+                got=f"inputs {names(made.order or ())}, outputs {names(made.outputs)}",
                 why="jax.jit keeps programs that were compiled for the previous order",
                 fix="other = graph.with_options(); other.set_io_tuples(...)",
             )
-        recorder.conclude(results)
-        self._made = Function(self.name, recorder, self._options, results, order)
+        recorder.conclude(made.outputs)
+        self._made = made
 
     # -- calls -----
 
