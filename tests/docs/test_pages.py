@@ -65,7 +65,7 @@ def test_names_on_a_page_exist(page):
 
 
 @pytest.mark.parametrize(
-    "module", [trace, support, factory, pygraph, wrapper], ids=lambda m: m.__name__
+    "module", [trace, support, built, makers, wrapper], ids=lambda m: m.__name__
 )
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
