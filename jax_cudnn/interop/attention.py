@@ -50,11 +50,8 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
     if not method.startswith("sdpa") or method not in REGISTRY:
         return keywords
     names = signature(REGISTRY[method]).parameters
-    given = {
-        name: value
-        for name, value in keywords.items()
-        if value is not None and name not in _WITHOUT_MEANING
-    }
+    known = {name: x for name, x in keywords.items() if x is not None}
+    given = {name: x for name, x in known.items() if name not in _WITHOUT_MEANING}
     _check_padding(method, given)
     _check_scale(method, given)
     _say_band(given, "diagonal_band_" if "diagonal_band_left_bound" in names else "")
@@ -180,17 +177,11 @@ def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa
 def packed(
     spec: GraphSpec, offsets: Mapping[str, str], known: Mapping[str, Tensor], order: Sequence[str]
 ) -> GraphSpec:
-    """The graph with packed attention in place of attention of tensors with ragged offsets.
+    """The graph with packed attention in place of attention of tensors with ragged ``offsets``.
 
-    Args:
-        spec: the graph as it was written.
-        offsets: the tensor of ragged offsets of each tensor that has one.
-        known: all tensors by name.
-        order: the names of all inputs.
-
-    Raises:
-        GraphError: another operation reads such a tensor; or some tensors of the attention have no
-            offsets, or another memory order.
+    ``known`` are all tensors, and ``order`` the names of all inputs. Raises GraphError if another
+    operation reads such a tensor, or if some tensors of the attention have no offsets, or another
+    memory order.
     """
     calls: list[Call] = []
     tensors = {tensor.name: tensor for tensor in spec.tensors}
@@ -255,18 +246,14 @@ def _packed_calls(
     tensors: dict[str, Tensor],
 ) -> list[Call]:
     """Packed attention, with conversions from (B, H, S, D) to (B S, H, D) and back."""
-    at: dict[str, str] = {}
+    inputs, outputs, at, moves = dict(call.inputs), {}, {}, {}
     for port, name in ports.items():
+        back, moved = port not in inputs, name
         if port in _KINDS:
-            kind = f"ragged_offset_{_KINDS[port]}"
+            moved, kind = f"{name}::packed", f"ragged_offset_{_KINDS[port]}"
             if at.setdefault(kind, offsets[name]) != offsets[name]:
                 summary = f"{call.name}: {port} and its counterpart have different offsets"
                 raise _refusal(summary, "one")
-    inputs, outputs, moves = dict(call.inputs), {}, {}
-    for port, name in ports.items():
-        back = port not in inputs
-        moved = f"{name}::packed" if port in _KINDS else name
-        if port in _KINDS:
             inner = tensors[name if not back or name in spec.outputs else ports["q"]].dtype
             moves[name] = _moves(tensors, name, inner, back)
         (outputs if back else inputs)[port] = moved

@@ -79,7 +79,7 @@ class Built:
         for tensor in self._recorder.handles.values() if self._recorder else ():
             tensor.number = None
 
-    # -- contents -----
+    # -- contents -----------------------------------------------------------------------------
 
     def find_tensor(self, reference: Any) -> NamedTensor:
         """The tensor of a reference; raises GraphError if there is none."""
@@ -146,7 +146,7 @@ class Built:
         nodes = [] if self._recorder is None else self._recorder.nodes
         return f"<jax_cudnn.Graph {self.name}: {' '.join(nodes) or 'not built'}>"
 
-    # -- plans -----
+    # -- plans --------------------------------------------------------------------------------
 
     def plan(self, *, gpus: Any = None, numbers: Mapping[Any, float] | None = None) -> Any:
         """Plan the graph for a GPU, like :func:`jax_cudnn.plan`.
@@ -307,7 +307,7 @@ class Built:
         before = getattr(self._options, method)
         return self._choose(method, **{method: (*before, *listed("notes", notes))})
 
-    # -- options -----
+    # -- options ------------------------------------------------------------------------------
 
     def with_options(self, **options: Any) -> Self:
         """The same graph with other plan options; without arguments, a copy whose order

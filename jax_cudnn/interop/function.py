@@ -102,13 +102,10 @@ class Function:
     def copied(self, options: Options) -> Function:
         """The same graph with other options, and with its own tensors."""
         recorder = self.recorder.copied()
-        outputs, order = (
-            tuple(recorder.handles[tensor.name] for tensor in tensors or ())
-            for tensors in (self.outputs, self.order)
-        )
-        return Function(
-            self.name, recorder, options, outputs, None if self.order is None else order
-        )
+        handles = recorder.handles
+        outputs = tuple(handles[tensor.name] for tensor in self.outputs)
+        order = None if self.order is None else tuple(handles[t.name] for t in self.order)
+        return Function(self.name, recorder, options, outputs, order)
 
     @functools.cached_property
     def inputs(self) -> Tensors:
@@ -224,7 +221,7 @@ class Function:
             "each of them",
         )
 
-    # -- plans ------------------------------------------------------------------------------------
+    # -- plans ----------------------------------------------------------------------------------
 
     def plan(self, gpus: Any = None, numbers: Mapping[Any, float] | None = None) -> Any:
         from .._core.plans.support import plan

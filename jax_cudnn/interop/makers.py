@@ -165,7 +165,7 @@ def _of_leaf(leaf: Any, place: int) -> Hashable:
     return (place, Template.of(leaf)) if is_array(leaf) else typed(leaf)
 
 
-# -- cuDNN's frontend ------------------------------------------------------------------------------
+# -- cuDNN's frontend ---------------------------------------------------------------------------
 
 
 def from_pygraph(

@@ -61,17 +61,6 @@ class NamedTensor(GraphTensor):
     set dtype and shape of an input before an operation uses it.
     """
 
-    __slots__ = (
-        "by_value",
-        "is_declared",
-        "is_output",
-        "is_own_uid",
-        "is_untyped",
-        "label",
-        "number",
-        "offset",
-        "uid",
-    )
     _builder: Any  # the Recorder that made it
 
     def __init__(self, recorder: Any, state: Tensor, uid: int):
@@ -230,7 +219,7 @@ def names(tensors: Iterable[NamedTensor]) -> str:
     return ", ".join(tensor.get_name() for tensor in tensors)
 
 
-# -- references -----------------------------------------------------------------------------------
+# -- references ---------------------------------------------------------------------------------
 
 # Names of results in cuDNN's frontend that differ from the port's name.
 _PYGRAPH = {
@@ -338,7 +327,7 @@ class References:
         return labelled[0] if labelled else self.tensors.get(alias)
 
 
-# -- names and JSON -------------------------------------------------------------------------------
+# -- names and JSON -----------------------------------------------------------------------------
 
 
 def canonical_name(nodes: Mapping[str, Call], tensor: NamedTensor) -> str:

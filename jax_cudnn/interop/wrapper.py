@@ -303,7 +303,7 @@ class Graph(Built):
         recorder.conclude(made.outputs)
         self._made = made
 
-    # -- calls -----
+    # -- calls --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, handle: Any = None, workspace: Any = None) -> Any:
         """Compute the outputs.
