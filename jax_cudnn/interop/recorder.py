@@ -2,62 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .._core.errors import GraphError, JaxCudnnError
+from .._core.errors import JaxCudnnError
+from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers
-from .._core.graph.dtypes import INTEGERS, WORDS
+from .._core.graph.dtypes import INTEGERS, WORDS, beside_integers, is_floating, wide_dtype
 from .._core.graph.layout import layout, packed_strides
-from .._core.graph.node import REGISTRY
+from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
+from .._core.graph.promotion import computed, result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
-from .canonical import inputs_first, with_constants, with_usual_orders
-from .inferring import Inferring
-from .references import References
-from .spellings import always_returned, spelled
-from .templates import SHAPE_OF_WORDS, Template, compute_name, is_array, number
-from .tensors import NamedTensor, one_element
-from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
+from .arrays import SHAPE_OF_WORDS, Template, compute_name, is_array, number, refusal
+from .attention import IN_MEMORY, PAGES, always_returned, check_given, packed, paged_node, spelled
+from .tensors import NamedTensor, References, one_element, result_name
 
-Constants = tuple[tuple[str, str], ...]
-"""Scalar inputs, each with ``float.hex`` of its value."""
+_IN_DROPOUT = {"seed": 1, "offset": 2}
+"""Their positions in the frontend's argument ``dropout``."""
 
 
-class Recorder(Inferring):
-    """Collects operations from pygraph's calls, like ``g`` of a graph function.
+class Recorder(GraphBuilder):
+    """Records pygraph's calls, with arrays as inputs and names for nodes and tensors.
 
-    Arrays become inputs. Nodes have names. If the user changes a shape or dtype after a tensor was
-    used, all are inferred again when the graph is concluded.
+    Each operation is checked when it is called. All are added again, with what was stated of their
+    results in the meantime, when the graph is complete, and when a tensor changes after its use.
     """
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
-        super().__init__(options, io_data_type)
-        self._positions: dict[str, int] = {}
+        super().__init__(options)
+        self.handles: dict[str, NamedTensor] = {}
+        self.spec: GraphSpec | None = None  # of the complete graph
         self.references = References(self.handles)
-        self.spec: GraphSpec | None = None
-        self._uids: dict[int, NamedTensor] = {}
-        self._chosen_uids: set[int] = set()
-        self._declared: set[str] = set()  # inputs that were not passed as arrays
-        self._untyped: set[str] = set()  # those of them that have no dtype yet
-        self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
+        self._io_data_type = io_data_type
+        self._nodes: dict[str, int] = {}  # their calls by position
+        self._returned: set[str] = set()
+        self._computes: dict[str, str] = {}  # calls and their stated compute types
+        self._integers: set[str] = set()  # constants that were written as integers
         self.family = object()  # shared by a graph and its copies
 
     @property
     def nodes(self) -> dict[str, Call]:
         """The operations by the names of their nodes."""
-        return {name: self._calls[at] for name, at in self._positions.items()}
+        return {name: self._calls[at] for name, at in self._nodes.items()}
+
+    def copied(self) -> Recorder:
+        """A recorder with the same operations, whose outputs may change."""
+        made = copy.copy(self)
+        for name, held in vars(self).items():
+            if isinstance(held, (dict, list, set)):
+                setattr(made, name, copy.copy(held))
+        made.handles = {name: copy.copy(tensor) for name, tensor in self.handles.items()}
+        for tensor in made.handles.values():
+            tensor._builder = made
+        made.references = self.references.copied(made.handles)
+        return made
+
+    def check_open(self, what: str) -> None:
+        """Raises GraphError if the graph is complete."""
+        if self.spec is not None:
+            raise refusal(
+                f"{what} after the graph was built",
+                why="a graph is fixed when its `with` ends",
+                fix="do this inside the `with`, or build another graph",
+            )
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -69,31 +90,36 @@ class Recorder(Inferring):
             self._set_order(tensor, template.order)
         return tensor
 
-    def leave_open(self, tensor: NamedTensor, *, without_dtype: bool) -> None:
-        """Allows setters to change an input until an operation uses it."""
-        self._declared.add(tensor.name)
-        if without_dtype:
-            self._untyped.add(tensor.name)
+    def _add(self, state: Tensor) -> NamedTensor:
+        state = super()._add(state)._state
+        if state.name not in self.handles:
+            taken = {tensor.uid for tensor in self.handles.values()}
+            uid = next(uid for uid in itertools.count(1) if uid not in taken)
+            self.handles[state.name] = NamedTensor(self, state, uid)
+        self._put(state)
+        return self.handles[state.name]
 
-    def is_untyped(self, tensor: Any) -> bool:
-        """Whether it is a declared tensor without a dtype."""
-        return isinstance(tensor, NamedTensor) and tensor.name in self._untyped
+    def _put(self, state: Tensor) -> None:
+        self._tensors[state.name] = self.handles[state.name]._state = state
+
+    def _unused(self, tensor: GraphTensor, method: str) -> None:
+        """Accepts changes of tensors after their use: the operations are added again."""
 
     def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
-        if tensor.name not in self._declared:
+        handle = self.handles[tensor.name]
+        if handle.is_declared:
+            self._change_input(tensor, "set_data_type", dtype=dtype)
+            handle.is_untyped = False
+        else:
             super()._set_dtype(tensor, dtype)
-            self._infer_again()
-            return tensor
-        if dtype != tensor._state.dtype:
-            self._check_unused(tensor, "set_data_type")
-        self._untyped.discard(tensor.name)
-        self._put(replace(tensor._state, dtype=dtype))
+            self._follow(tensor)
         return tensor
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
-        if tensor.name not in self._declared:
+        handle = self.handles[tensor.name]
+        if not handle.is_declared:
             super()._set_dim(tensor, dim)
-            self._infer_again()
+            self._follow(tensor)
             return tensor
         try:
             shape = integers("set_dim", dim)
@@ -101,91 +127,60 @@ class Recorder(Inferring):
             error.where = user_line()
             raise
         if shape != tensor.shape:
-            self._check_unused(tensor, "set_dim")
-            if self.handles[tensor.name].by_value:
-                one_element(self.handles[tensor.name].get_name(), shape)
-            self._put(replace(tensor._state, shape=shape, order=None))
+            if handle.by_value:
+                one_element(handle.get_name(), shape)
+            self._change_input(tensor, "set_dim", shape=shape, order=None)
         return tensor
 
-    def _check_unused(self, tensor: GraphTensor, method: str) -> None:
-        if self.is_used(tensor):
-            raise GraphError(
+    def _change_input(self, tensor: GraphTensor, method: str, **changes: Any) -> None:
+        state = replace(tensor._state, **changes)
+        if state != tensor._state and self.is_used(tensor):
+            raise refusal(
                 f"{method} of the input {tensor.name} after it was used",
                 why="operations were checked with its previous value",
                 fix=f"call graph.tensor(...).{method}(...) before an operation uses the tensor",
-                where=user_line(),
             )
-
-    def _add(self, state: Tensor) -> NamedTensor:
-        name = super()._add(state).name
-        uid = next(uid for uid in itertools.count(1) if uid not in self._uids)
-        self.handles[name] = self._uids[uid] = NamedTensor(self, self._tensors[name], uid)
-        return self.handles[name]
+        self._put(state)
 
     def is_result(self, tensor: GraphTensor) -> bool:
         """Whether an operation computes the tensor."""
         return any(tensor.name in dict(call.outputs).values() for call in self._calls)
-
-    def dtype(self, tensor: NamedTensor) -> str:
-        """The tensor's dtype in this graph, which depends on whether it is an output."""
-        return self._tensors[tensor.name].dtype
 
     def is_virtual(self, tensor: NamedTensor) -> bool:
         """Whether the tensor stays inside the graph."""
         returned = tensor.is_output or tensor.name in self._returned
         return not returned and self.is_result(tensor)
 
-    def is_open_in_shape(self, tensor: GraphTensor) -> bool:
-        """Whether the operation that computes the tensor leaves its shape to the user."""
-        makers = (c for c in self._calls if tensor.name in dict(c.outputs).values())
-        return any(field.name == "out_dims" for c in makers for field in fields(c.node))
-
     def check_result(self, tensor: GraphTensor, method: str) -> None:
         """Raises GraphError for an input or a constant."""
         if not self.is_result(tensor):
-            raise GraphError(
+            raise refusal(
                 f"{method} of the input {tensor.name}",
                 expected="a result of an operation",
                 fix="return g.identity(x) instead",
-                where=user_line(),
             )
 
     def give_ragged_offset(self, tensor: NamedTensor, offset: Any) -> None:
         """Sets the ragged offset of a tensor: where each sequence begins, a tensor or an array."""
-        if offset is None:
-            self._ragged.pop(tensor.name, None)
-            return
-        self._ragged[tensor.name] = self._operand(offset, tensor.name, "ragged_offset", 0).name
-
-    def ragged_offset(self, tensor: NamedTensor) -> NamedTensor | None:
-        """The ragged offset of a tensor, or None."""
-        return self.handles.get(self._ragged.get(tensor.name, ""))
+        if offset is not None:
+            offset = self._operand(offset, tensor.name, "ragged_offset", 0).name
+        tensor.offset = offset
 
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
         """Sets the tensor's uid; a tensor with this uid by default gets another one."""
         if not -(2**63) <= uid < 2**63:
-            raise GraphError(
-                f"set_uid({uid}): out of range",
-                expected="a 64-bit integer, as in cuDNN",
-                where=user_line(),
-            )
-        holder = self._uids.get(uid)
-        if holder is not tensor:
-            if holder is not None and uid in self._chosen_uids:
-                raise GraphError(
-                    f"set_uid({uid}): two tensors would have this uid",
-                    got=f"{holder.name} and {tensor.name}",
-                    fix="set another uid for one of them, or none",
-                    where=user_line(),
-                )
-            del self._uids[tensor.uid]
-            self._chosen_uids.discard(tensor.uid)
-            if holder is not None:
+            summary, expected = f"set_uid({uid}): out of range", "a 64-bit integer, as in cuDNN"
+            raise refusal(summary, expected=expected)
+        for holder in self.handles.values():
+            if holder.uid == uid and holder is not tensor:
+                if holder.is_own_uid:
+                    raise refusal(
+                        f"set_uid({uid}): two tensors would have this uid",
+                        got=f"{holder.name} and {tensor.name}",
+                        fix="set another uid for one of them, or none",
+                    )
                 holder.uid = tensor.uid
-                self._uids[holder.uid] = holder
-            tensor.uid = uid
-            self._uids[uid] = tensor
-        self._chosen_uids.add(uid)
+        tensor.uid, tensor.is_own_uid = uid, True
 
     def strides(self, tensor: NamedTensor) -> list[int]:
         """A tensor's strides: as cuDNN sees them once the graph is complete, else as stated."""
@@ -196,67 +191,52 @@ class Recorder(Inferring):
 
     # -- operations -----------------------------------------------------------------------------
 
-    def check_open(self, what: str) -> None:
-        """Raises GraphError if the graph is complete."""
-        if self.spec is not None:
-            raise GraphError(
-                f"{what} after the graph was built",
-                why="a graph is fixed when its `with` ends",
-                fix="do this inside the `with`, or build another graph",
-                where=user_line(),
-            )
-
     def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.check_open(f"g.{method}")
-        node = self._node_name(method, kwargs.pop("name", None))
+        node = kwargs.pop("name", None) or f"{method}.{self._counts[method]}"
+        if node in self._nodes:
+            fix = "give one of them another name, or none"
+            raise refusal(f"two nodes are called {node!r}", fix=fix)
         paged = {*PAGES} & {*kwargs} if method == "sdpa" else ()
         tables = {PAGES[name]: kwargs.pop(name) for name in paged}
         kwargs = spelled(method, kwargs)
-        if kwargs.get("compute_data_type") is not None:
-            kwargs["compute_data_type"] = compute_name(kwargs["compute_data_type"])
+        compute = kwargs.get("compute_data_type")
+        if compute is not None:
+            compute = kwargs["compute_data_type"] = compute_name(compute)
         try:
             bound = _signature(method).bind(*args, **kwargs)
         except TypeError:
             super()._apply(method, *args, **kwargs)  # it raises a better error
             raise
-        ports = {port.name for port in REGISTRY[method].ports.inputs}
+        given, ports = bound.arguments, {port.name for port in REGISTRY[method].ports.inputs}
         for position, name in enumerate(_signature(method).parameters):
-            if name in ports and name in bound.arguments:
-                value = bound.arguments[name]
-                bound.arguments[name] = self._operand(value, node, name, position)
+            if name in ports and name in given:
+                given[name] = self._operand(given[name], node, name, position)
         if any(table is not None for table in tables.values()):
-            self._apply_to_pages(node, bound.arguments, tables)
+            self._apply_to_pages(node, given, tables)
         else:
             super()._apply(method, *bound.args, **bound.kwargs)
-        if kwargs.get("compute_data_type") is not None:
-            self._computes[self._calls[-1].name] = kwargs["compute_data_type"]
+            if compute is not None:
+                self._computes[self._calls[-1].name] = compute
+        self._nodes[node] = len(self._calls) - 1
         return self._results(node, self._calls[-1])
 
-    def _apply_to_pages(self, node: str, arguments: dict[str, Any], tables: dict[str, Any]) -> None:
+    def _apply_to_pages(self, node: str, given: dict[str, Any], tables: dict[str, Any]) -> None:
         """Adds attention with paged keys and values."""
         ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
-        given = {name: x for name, x in arguments.items() if name in ports and x is not None}
-        for name, port in PAGES.items():
-            given[port] = self._operand(tables.get(port), node, name, len(arguments))
-        attributes = {name: x for name, x in arguments.items() if name not in ports}
+        attributes = {name: x for name, x in given.items() if name not in ports}
         attributes.pop("compute_data_type", None)
+        operands = {name: x for name, x in given.items() if name in ports and x is not None}
+        for name, port in PAGES.items():
+            if tables.get(port) is not None:
+                operands[port] = self._operand(tables[port], node, name, len(given))
         try:
-            made = paged_node(attributes, [port for port, x in given.items() if x is not None])
-            beside = [x._state for x in given.values() if isinstance(x, GraphTensor)]
-            self._append(made, {port: self._lift(x, port, beside) for port, x in given.items()})
+            made = paged_node(attributes, operands)
+            beside = [x._state for x in operands.values() if isinstance(x, GraphTensor)]
+            self._append(made, {port: self._lift(x, port, beside) for port, x in operands.items()})
         except JaxCudnnError as error:
             error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
             raise
-
-    def _node_name(self, method: str, name: str | None) -> str:
-        name = name or f"{method}.{self._counts[method]}"
-        if name in self._positions:
-            raise GraphError(
-                f"two nodes are called {name!r}",
-                fix="give one of them another name, or none",
-                where=user_line(),
-            )
-        return name
 
     def _operand(self, value: Any, node: str, port: str, position: int) -> Any:
         """The operand of a port, with arrays as inputs of the graph; records references to it."""
@@ -268,20 +248,24 @@ class Recorder(Inferring):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value), number(value))
-                if port in (*IN_MEMORY, *PAGES, *_IN_DROPOUT):
-                    tensor.by_value = False
+                tensor.by_value &= port not in (*IN_MEMORY, *PAGES, *_IN_DROPOUT)
                 if port in _IN_DROPOUT:
                     self._take_words(tensor)
                 self.references.remember(value, tensor)
             value = tensor
         if isinstance(value, NamedTensor):
-            self._check_typed(value)
-            if port in _IN_DROPOUT and value.name in self._declared:
-                self._take_words(value)
-            self.references.name(f"{node}::{port}", value)
-            self.references.alias(f"{node}::{position}", value)
+            if value.is_untyped:
+                raise refusal(
+                    f"the tensor {value.get_name()} has no data type",
+                    fix="graph.tensor(..., data_type=...), .set_data_type(...), or "
+                    "Graph(io_data_type=...)",
+                )
+            aliases = [f"{node}::{position}"]
             if port in _IN_DROPOUT:
-                self.references.alias(f"{node}::dropout::{_IN_DROPOUT[port]}", value)
+                aliases.append(f"{node}::dropout::{_IN_DROPOUT[port]}")
+                if value.is_declared:
+                    self._take_words(value)
+            self.references.add(value.name, f"{node}::{port}", *aliases)
         return value
 
     def _take_words(self, tensor: NamedTensor) -> None:
@@ -291,55 +275,84 @@ class Recorder(Inferring):
             tensor.by_value = False
             self._put(replace(state, shape=SHAPE_OF_WORDS, dtype=WORDS, order=None))
 
-    def _check_typed(self, tensor: NamedTensor) -> None:
-        if self.is_untyped(tensor):
-            raise GraphError(
-                f"the tensor {tensor.get_name()} has no data type",
-                fix="graph.tensor(..., data_type=...), .set_data_type(...), or "
-                "Graph(io_data_type=...)",
-                where=user_line(),
-            )
+    def _lift(self, value: Any, port: str, beside: Sequence[Any]) -> Tensor:
+        lifted = super()._lift(value, port, beside)
+        if isinstance(value, int):
+            self._integers.add(lifted.name)
+        return lifted
 
     def _results(self, node: str, call: Call) -> Any:
         """The return value of the frontend's method: a tensor, or a list with None for results that
         a node with these attributes does not have."""
-        self._positions[node] = len(self._calls) - 1
         made = {port: self.handles[name] for port, name in call.outputs}
         for port, tensor in made.items():
-            self.references.result(node, call.node.method, port, tensor)
+            name = f"{node}::{result_name(call.node.method, port)}"
+            self.references.add(tensor.name, name, name, f"{node}::{port}")
         ports = call.node.ports.output_names
         if len(ports) == 1:
             return made[ports[0]]
         return [made.get(port) for port in ports if port in made or always_returned(port)]
 
-    def _unused(self, tensor: GraphTensor, method: str) -> None:
-        """Accepts changes of tensors after their use: see :meth:`conclude`."""
+    # -- adding all operations again --------------------------------------------------------------
+
+    def _follow(self, tensor: GraphTensor) -> None:
+        """Lets the operations follow a change of a tensor that they use. Until :meth:`conclude`,
+        further changes may resolve a mismatch."""
+        if self.is_used(tensor):
+            with contextlib.suppress(JaxCudnnError), self._again(self._returned):
+                pass
+
+    @contextlib.contextmanager
+    def _again(self, returned: Iterable[str]) -> Iterator[None]:
+        """Adds all operations again, for these outputs. If this or the ``with`` raises, nothing
+        changes."""
+        before = self._returned, self._tensors, self._calls, self._counts
+        _, tensors, calls, _ = before
+        self._returned, self._tensors, self._calls = {*returned}, {}, []
+        self._counts = Counter()
+        made_by = {call.outputs[0][1]: call for call in calls}
+        results = {name for call in calls for _, name in call.outputs}
+        try:
+            for name, state in tensors.items():
+                if name in made_by:
+                    self._repeat(made_by[name], tensors)
+                elif name not in results:  # inputs and constants
+                    self._add(state)
+            yield
+        except BaseException:
+            self._returned, self._tensors, self._calls, self._counts = before
+            for state in tensors.values():
+                self._put(state)
+            raise
+
+    def _repeat(self, call: Call, before: Mapping[str, Tensor]) -> None:
+        """Adds a call again; its results keep the dtypes and orders that the user stated."""
+        inputs = {port: self._tensors[name] for port, name in call.inputs}
+        arrays = [tensor for tensor in inputs.values() if tensor.value is None]
+        integral = beside_integers(tensor.dtype for tensor in arrays)
+        for port, tensor in inputs.items():
+            if tensor.value is not None:
+                is_integer = integral and tensor.name in self._integers
+                dtype = "int32" if is_integer else wide_dtype(*arrays).name
+                inputs[port] = replace(tensor, dtype=dtype)
+                self._put(inputs[port])
+        try:
+            said = self._options.compute_data_type if call.node.product else None
+            compute = self._computes.get(call.name, said)
+            self._append(computed(call.node, compute, inputs), inputs)
+        except JaxCudnnError as error:
+            error.summary = f"{call.name}, after a change of tensors: {error.summary}"
+            raise
+        for port, name in call.outputs:
+            state = self._tensors[name]
+            dtype = state.dtype
+            if name in self._typed:
+                dtype = before[name].dtype
+            elif name in self._returned and self._io_data_type and is_floating(dtype):
+                dtype = dtype if _fixes(call.node, port, inputs) else self._io_data_type
+            self._put(replace(state, dtype=dtype, order=before[name].order))
 
     # -- the graph ------------------------------------------------------------------------------
-
-    def finish(
-        self,
-        outputs: Sequence[GraphTensor],
-        options: Options | None = None,
-        around: Surroundings | None = None,
-    ) -> GraphSpec:
-        spec = super().finish(outputs, options, around)
-        return packed(spec, self._ragged, self._tensors, self._inputs) if self._ragged else spec
-
-    def copied(self) -> Recorder:
-        """A recorder with the same operations, whose outputs may change."""
-        made = copy.copy(self)
-        for name, held in vars(self).items():
-            if isinstance(held, (dict, list, set)):
-                setattr(made, name, copy.copy(held))
-        made.handles = {name: tensor.of(made) for name, tensor in self.handles.items()}
-        made._uids = {tensor.uid: tensor for tensor in made.handles.values()}
-        made.references = self.references.copied(made.handles)
-        return made
-
-    def needed(self, outputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
-        """The inputs that the outputs depend on."""
-        return tuple(self.handles[name] for name in self.finish(outputs).inputs)
 
     def conclude(self, outputs: Sequence[NamedTensor]) -> GraphSpec:
         """Completes a graph with these outputs; all shapes and dtypes become final.
@@ -348,39 +361,38 @@ class Recorder(Inferring):
         operation fixes it (statistics of a normalization are float32). If this raises, nothing
         changes.
         """
-        before = self._returned, [*self._calls], [*self._tensors.values()]
-        try:
-            self._returned = {tensor.name for tensor in outputs}
-            self._infer_all()
-            spec = self.finished(outputs, self._options, Surroundings.now())
+        with self._again(tensor.name for tensor in outputs):
+            spec = self.finish(outputs, self._options, Surroundings.now())
             check_given(spec)
-        except BaseException:
-            self._returned, self._calls, tensors = before
-            for state in tensors:
-                self._put(state)
-            raise
         self.spec = spec
         return spec
 
-    def finished(
+    def finish(
         self,
-        outputs: Sequence[NamedTensor],
-        options: Options,
-        around: Surroundings,
-        constants: Constants = (),
-        order: Sequence[NamedTensor] = (),
+        outputs: Sequence[GraphTensor],
+        options: Options | None = None,
+        around: Surroundings | None = None,
     ) -> GraphSpec:
-        """The spec for these outputs, with inputs in this order and ``constants`` in place of
-        scalar inputs."""
-        spec = with_constants(self.finish(outputs, options, around), dict(constants))
-        names = [tensor.name for tensor in order] or self._inputs
-        return with_usual_orders(inputs_first(spec, names))
-
-
-_IN_DROPOUT = {"seed": 1, "offset": 2}
-"""Their positions in the frontend's argument ``dropout``."""
+        spec = super().finish(outputs, options, around)
+        offsets = {name: t.offset for name, t in self.handles.items() if t.offset is not None}
+        return packed(spec, offsets, self._tensors, self._inputs) if offsets else spec
 
 
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
+
+
+def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
+    """Whether the operation fixes the dtype of a result for any operands: statistics of a
+    normalization are float32."""
+    if node.ports.output_names == (port,):
+        return False
+    narrow = {
+        p: replace(t, dtype="bfloat16") if is_floating(t.dtype) and math.prod(t.shape) > 1 else t
+        for p, t in inputs.items()
+    }
+    try:
+        return node.infer(narrow)[port][1] == "float32"
+    except JaxCudnnError:  # it does not support such operands
+        return node.infer(inputs)[port][1] != result_dtype(inputs)

@@ -1,20 +1,21 @@
-"""The tensors of a Graph: graph tensors with pygraph's names, uids and output flags."""
+"""The tensors of a Graph: pygraph's names, uids and output flags; and what refers to them."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import numbers
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from .._core.errors import GraphAttributeError, GraphError
-from .._core.graph.source import user_line
-from .._core.graph.spec import Tensor
+from .._core.errors import GraphAttributeError, GraphTypeError, nearest, shown
+from .._core.graph.dtypes import cudnn_name
+from .._core.graph.spec import Call, Tensor
 from .._core.graph.tensor import GraphTensor
-from .checks import refuse_reordered, whole
-from .templates import dtype_name
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .arrays import dtype_name, refusal
 
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
@@ -31,13 +32,23 @@ _NOT_HERE = {
 def one_element(name: str, shape: Sequence[int]) -> None:
     """Raises GraphError if a tensor that is passed by value has several elements."""
     if math.prod(shape) != 1:
-        raise GraphError(
+        raise refusal(
             f"is_pass_by_value of {name}, which is not a scalar",
             expected="a tensor of one element",
             got=str(list(shape)),
             why="cuDNN reads such a tensor as one scalar in host memory",
             fix="leave out is_pass_by_value",
-            where=user_line(),
+        )
+
+
+def refuse_reordered(reordering_type: Any) -> None:
+    """Raises GraphError for a memory order that strides cannot express."""
+    if getattr(reordering_type, "name", reordering_type) not in (None, "NONE"):
+        raise refusal(
+            "tensors of a Graph do not support reordering_type",
+            got=str(reordering_type),
+            why="strides describe the memory order of XLA's arrays",
+            fix="jax_cudnn.ops.quantize_mxfp8 reorders the scales of blocks",
         )
 
 
@@ -50,22 +61,15 @@ class NamedTensor(GraphTensor):
     set dtype and shape of an input before an operation uses it.
     """
 
-    __slots__ = ("by_value", "is_output", "label", "number", "uid")
+    _builder: Any  # the Recorder that made it
 
-    _builder: Recorder
-
-    def __init__(self, recorder: Recorder, state: Tensor, uid: int):
+    def __init__(self, recorder: Any, state: Tensor, uid: int):
         super().__init__(recorder, state)
-        self.uid, self.label = uid, ""
-        self.is_output = self.by_value = False
+        self.uid, self.is_own_uid, self.label = uid, False, ""
+        self.is_declared = False  # by its shape: setters may change it until it is used
+        self.is_output = self.by_value = self.is_untyped = False
         self.number: float | None = None  # the declared value of one passed by value
-
-    def of(self, recorder: Recorder) -> NamedTensor:
-        """The same tensor in a copy of its graph."""
-        made = NamedTensor(recorder, self._state, self.uid)
-        made.label, made.is_output = self.label, self.is_output
-        made.by_value, made.number = self.by_value, self.number
-        return made
+        self.offset: str | None = None  # the name of its ragged offset
 
     def set_output(self, is_output: bool = True) -> NamedTensor:
         """Make the tensor an output of the graph."""
@@ -87,7 +91,10 @@ class NamedTensor(GraphTensor):
     def set_uid(self, uid: int) -> NamedTensor:
         """Set an integer to refer to the tensor."""
         self._builder.check_open("set_uid")
-        self._builder.give_uid(self, whole(f"set_uid({uid!r})", uid))
+        if not is_uid(uid):
+            expected, got = "an integer", shown(uid)
+            raise refusal(f"set_uid({uid!r})", GraphTypeError, expected=expected, got=got)
+        self._builder.give_uid(self, int(uid))
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:
@@ -151,12 +158,11 @@ class NamedTensor(GraphTensor):
     def set_ragged_offset_multiplier(self, multiplier: int) -> NamedTensor:
         """Sets the unit of ragged offsets in elements, which must be 1."""
         if multiplier != 1:
-            raise GraphError(
+            raise refusal(
                 "tensors of a Graph do not support ragged_offset_multiplier",
                 expected="1",
                 got=repr(multiplier),
                 fix="multiply the offsets before the call",
-                where=user_line(),
             )
         return self
 
@@ -164,7 +170,7 @@ class NamedTensor(GraphTensor):
         return 1
 
     def get_ragged_offset(self) -> NamedTensor | None:
-        return self._builder.ragged_offset(self)
+        return self._builder.handles.get(self.offset)
 
     def get_name(self) -> str:
         return self.label or self.name
@@ -179,7 +185,7 @@ class NamedTensor(GraphTensor):
 
     def get_data_type(self) -> Any:
         """The JAX dtype; None for an input without a dtype so far."""
-        return None if self._builder.is_untyped(self) else self.dtype
+        return None if self.is_untyped else self.dtype
 
     def get_is_virtual(self) -> bool:
         return self._builder.is_virtual(self)
@@ -199,10 +205,192 @@ class NamedTensor(GraphTensor):
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:
-            raise GraphAttributeError(
+            raise refusal(
                 f"tensors of a Graph do not support .{name}",
+                GraphAttributeError,
                 got=str(self._state),
                 fix=_NOT_HERE[name],
-                where=user_line(),
             )
         return super().__getattr__(name)
+
+
+def names(tensors: Iterable[NamedTensor]) -> str:
+    """Names of tensors for a message."""
+    return ", ".join(tensor.get_name() for tensor in tensors)
+
+
+# -- references ---------------------------------------------------------------------------------
+
+# Names of results in cuDNN's frontend that differ from the port's name.
+_PYGRAPH = {
+    "inv_var": "INV_VARIANCE",
+    "mean": "MEAN",
+    "next_running_mean": "NEXT_RUNNING_MEAN",
+    "next_running_var": "NEXT_RUNNING_VAR",
+    "DScale": "DSCALE",
+    "DBias": "DBIAS",
+}
+
+
+def result_name(method: str, port: str) -> str:
+    """The frontend's name of an operation's result."""
+    if method == "reduction":
+        return "OUT_0"
+    if method == "rmsnorm_backward":
+        return {"DScale": "Dscale", "DBias": "Dbias"}.get(port, port)
+    return _PYGRAPH.get(port, port)
+
+
+def is_uid(reference: Any) -> bool:
+    """Whether a reference is a Python or NumPy integer."""
+    return isinstance(reference, numbers.Integral) and not isinstance(reference, bool)
+
+
+@dataclass
+class References:
+    """Finds the tensor of a reference: a node and port, name, uid, tensor, or array.
+
+    Arrays are identified by identity and are not kept alive: a graph needs only their shapes.
+    """
+
+    tensors: dict[str, NamedTensor]
+    named: dict[str, str] = field(default_factory=dict)  # "conv2d::image" -> tensor
+    aliases: dict[str, str] = field(default_factory=dict)  # what errors do not list, in lower case
+    arrays: dict[int, tuple[Any, str]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arrays": {}}  # not valid in other processes
+
+    def copied(self, tensors: dict[str, NamedTensor]) -> References:
+        """The same references to the tensors of a copied graph."""
+        return References(tensors, {**self.named}, {**self.aliases}, {**self.arrays})
+
+    def add(self, tensor: str, name: str, *aliases: str) -> None:
+        """Makes names refer to a tensor, unless they refer to another one."""
+        self.named.setdefault(name, tensor)
+        for alias in aliases:
+            self.aliases.setdefault(alias.lower(), tensor)
+
+    def remember(self, array: Any, tensor: NamedTensor) -> None:
+        """Makes an array or a tensor of pygraph refer to a tensor, as long as it lives."""
+        try:
+            self.arrays[id(array)] = weakref.ref(array), tensor.name
+        except TypeError:  # a few types, which hold no large memory
+            self.arrays[id(array)] = lambda: array, tensor.name
+
+    def recall(self, array: Any) -> NamedTensor | None:
+        """The tensor for which an array was passed, or None."""
+        alive, name = self.arrays.get(id(array), (lambda: None, ""))
+        return self.tensors[name] if name and alive() is array else None
+
+    def places(self, tensor: NamedTensor) -> list[str]:
+        """The nodes and ports that read or compute a tensor."""
+        return [n for n, named in self.named.items() if named == tensor.name and "::" in n]
+
+    def find(self, reference: Any) -> NamedTensor:
+        """The tensor; raises GraphError that lists the known references if there is none."""
+        found = self.lookup(reference)
+        if found is not None:
+            return found
+        labels = [tensor.label for tensor in self.tensors.values() if tensor.label]
+        known = [*dict.fromkeys((*labels, *self.named))]
+        plain = isinstance(reference, (str, numbers.Integral))
+        got = reference if plain else f"a {type(reference).__name__}"
+        raise refusal(
+            f"the graph has no tensor {got!r}",
+            expected=f"one of {', '.join(known)}; a uid, a tensor of this graph, or an array that "
+            "was passed while building it",
+            fix=nearest(reference, known),
+        )
+
+    def lookup(self, reference: Any) -> NamedTensor | None:
+        """The tensor, or None; raises GraphError for an ambiguous name."""
+        if isinstance(reference, NamedTensor):
+            found = self.tensors.get(reference.name)
+            if found is None or found._builder.family is not reference._builder.family:
+                return None  # copies of a graph, with other options, share its references
+            return found
+        if is_uid(reference):
+            return next((t for t in self.tensors.values() if t.uid == reference), None)
+        if not isinstance(reference, str):
+            return self.recall(reference)
+        if reference in self.named:
+            return self.tensors[self.named[reference]]
+        labelled = [tensor for tensor in self.tensors.values() if tensor.label == reference]
+        if len(labelled) > 1:
+            raise refusal(
+                f"several tensors are named {reference!r}",
+                got=", ".join(tensor.name for tensor in labelled),
+                fix="refer to them by node and port, by uid, or by the tensor itself",
+            )
+        alias = self.aliases.get(reference.lower(), "")
+        return labelled[0] if labelled else self.tensors.get(alias)
+
+
+# -- names and JSON -----------------------------------------------------------------------------
+
+
+def canonical_name(nodes: Mapping[str, Call], tensor: NamedTensor) -> str:
+    """``node::port`` of the node that computes a tensor; for an input, the declared name."""
+    for node, call in nodes.items():
+        for port, name in call.outputs:
+            if name == tensor.name:
+                return f"{node}::{result_name(call.node.method, port)}"
+    return tensor.name
+
+
+def labels(nodes: Mapping[str, Call], tensors: Iterable[NamedTensor]) -> dict[str, NamedTensor]:
+    """The tensors that are not numbers by unique name, or else by canonical name."""
+    counts = Counter(tensor.label for tensor in tensors)
+    return {
+        x.label if x.label and counts[x.label] == 1 else canonical_name(nodes, x): x
+        for x in tensors
+        if x._state.value is None
+    }
+
+
+def as_json(
+    nodes: Mapping[str, Call], tensors: Mapping[str, NamedTensor], context: Mapping[str, Any]
+) -> str:
+    """Indented JSON, with the keys of cuDNN's frontend, and tensors and nodes in the order of
+    creation."""
+    named = labels(nodes, tensors.values())
+    shown_as = {tensor.name: label for label, tensor in named.items()}
+    shown_as |= {n: _plain(t._state.value) for n, t in tensors.items() if n not in shown_as}
+    content = {
+        "context": context,
+        "nodes": [
+            {
+                "name": name,
+                "tag": call.node.method.upper(),
+                "compute_data_type": cudnn_name(call.node.compute_data_type),
+                **{key: _plain(value) for key, value in call.node.keywords().items()},
+                "inputs": {port: shown_as[x] for port, x in call.inputs},
+                "outputs": {result_name(call.node.method, p): shown_as[x] for p, x in call.outputs},
+            }
+            for name, call in nodes.items()
+        ],
+        "tensors": {
+            label: {
+                "data_type": cudnn_name(tensor._state.dtype),
+                "dim": tensor.get_dim(),
+                "stride": tensor.get_stride(),
+                "is_pass_by_value": tensor.get_is_pass_by_value(),
+                "is_virtual": tensor.get_is_virtual(),
+                "uid": tensor.uid,
+            }
+            for label, tensor in named.items()
+        },
+    }
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (str, bool)) or not isinstance(value, numbers.Real):
+        return value if isinstance(value, (str, bool)) else str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    # JSON has no infinities: write "inf", "-inf", "nan", which float() reads.
+    return float(value) if math.isfinite(value) else str(float(value))

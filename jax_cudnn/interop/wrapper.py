@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphAttributeError, GraphError, GraphTypeError, rebuild, shown
+from .._core.graph.builder import GraphBuilder
+from .._core.graph.node import REGISTRY
 from .._core.graph.options import DEFAULTS, replaced
-from .._core.graph.source import user_line
-from .checks import is_unset, like, listed, names, refuse_devices
-from .json_text import canonical_name
-from .planning import Planning
+from .arrays import Template, compute_name, dtype_name, is_unset, listed, number, refusal
+from .built import Built
+from .function import Function
 from .recorder import Recorder
-from .references import is_uid
-from .templates import compute_name, dtype_name
-from .tensors import NamedTensor
+from .tensors import NamedTensor, names, refuse_reordered
+
+_XLAS = "leave it out: XLA's command buffers capture the calls of jitted functions"
+_CANDIDATES = "graph.plan().candidates lists engines, knobs and notes"
+# pygraph's methods that act on a device or on one of its plans, and their equivalents here.
+_ELSEWHERE = {
+    "backend_plan_entries": _CANDIDATES,
+    "deselect_engines": "graph.select_plan(i) selects one of graph.plan().candidates; "
+    "graph.deselect_behavior_notes(...) and graph.deselect_numeric_notes(...) exclude engines",
+    "deserialize": "jax_cudnn.Plan.deserialize(content) reads the result of plan.serialize()",
+    "execute": "call the graph; graph.plan().execute(*arrays) runs exactly that plan",
+    "execute_plan_at_index": "graph.build_plan_at_index(i).execute(*arrays)",
+    "get_cuda_graph_retention": _XLAS,
+    "get_engine_count": _CANDIDATES,
+    "get_knobs_for_engine": _CANDIDATES,
+    "is_cuda_graph_replay_expected": _XLAS,
+    "key": "graph.spec is the graph as a hashable value",
+    "plans": _CANDIDATES,
+    "populate_cuda_graph": "graph.plan().populate_cuda_graph(cuda_graph, operands, results)",
+    "selected_engine": "graph.plan().pinned holds the engine and its knobs",
+    "serialize": "graph.plan().serialize() writes the plan, pickle.dumps(graph) the graph",
+    "update_cuda_graph": "graph.plan().update_cuda_graph(cuda_graph, operands, results)",
+}
 
 
-class Graph(Planning):
+class Graph(Built):
     """A cuDNN graph, built by calling ``cudnn.pygraph``'s methods, as a JAX function.
 
     The interface is that of cuDNN's ``cudnn.Graph``. It builds the same graphs as
@@ -104,16 +126,28 @@ class Graph(Planning):
         is_cuda_graph_replay_expected: bool = False,
         **options: Any,
     ) -> None:
-        refuse_devices(sm_count=sm_count, sm_version=sm_version, device_property=device_property)
+        given = {"sm_count": sm_count, "sm_version": sm_version, "device_property": device_property}
+        for device, value in given.items():
+            if value is not None:
+                raise refusal(
+                    f"jax_cudnn.Graph does not support {device}",
+                    got=f"{device}={value!r}"[:200],
+                    why="a graph is planned for the GPU for which JAX compiles the program",
+                    fix='leave it out; `with jax_cudnn.target("H200"):` plans for another GPU',
+                )
+        if not isinstance(name, str):
+            expected, got = "a string", shown(name)
+            raise refusal("name is not a string", GraphTypeError, expected=expected, got=got)
         if not is_unset(intermediate_data_type):
             options["intermediate_data_type"] = dtype_name(intermediate_data_type)
         if not is_unset(compute_data_type):
             options["compute_data_type"] = compute_name(compute_data_type)
         if heuristics is not None:
             options["heuristics"] = listed("heuristics", heuristics)
-        io_data_type = None if is_unset(io_data_type) else dtype_name(io_data_type)
-        super().__init__(name, io_data_type, replaced(DEFAULTS, options))
-        self._io = (
+        super().__init__(
+            name,
+            None if is_unset(io_data_type) else dtype_name(io_data_type),
+            replaced(DEFAULTS, options),
             None if inputs is None else listed("inputs", inputs),
             None if outputs is None else listed("outputs", outputs),
         )
@@ -122,11 +156,8 @@ class Graph(Planning):
 
     def __enter__(self) -> Graph:
         if self._recorder is not None:
-            raise GraphError(
-                f"{self.name} is already built",
-                fix="build each graph in a separate `with`",
-                where=user_line(),
-            )
+            fix = "build each graph in a separate `with`"
+            raise refusal(f"{self.name} is already built", fix=fix)
         self._recorder = Recorder(self._options, self._io_data_type)
         return self
 
@@ -135,13 +166,144 @@ class Graph(Planning):
             self._recorder = None
             return
         try:
-            self._end()
+            self._made = self._end(self._built)
         except BaseException:
             self._recorder = None  # as if the `with` block had raised
             raise
         self._io = None, None  # do not keep arrays in them alive
 
-    # -- calls ----------------------------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _ELSEWHERE:
+            raise refusal(
+                f"a Graph has no {name}",
+                GraphAttributeError,
+                why="JAX runs the graph, and compiles it for a GPU of its choice",
+                fix=_ELSEWHERE[name],
+            )
+        if name not in REGISTRY:
+            return GraphBuilder().__getattr__(name)  # raises
+        try:
+            return types.MethodType(getattr(GraphBuilder, name), self._open(name))
+        except GraphError as error:  # hasattr and inspect expect an AttributeError
+            raise rebuild(GraphAttributeError, vars(error)) from None
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *REGISTRY})
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def tensor(
+        self,
+        dim: Sequence[int],
+        stride: Sequence[int] | None = None,
+        data_type: Any = None,
+        is_virtual: bool = False,
+        is_pass_by_value: bool = False,
+        ragged_offset: Any = None,
+        reordering_type: Any = None,
+        name: str = "",
+        uid: int | None = None,
+    ) -> NamedTensor:
+        """Declare an input by its shape.
+
+        Args:
+            dim: its shape.
+            stride: packed element strides, which give its memory order; by default the order that
+                the operations prefer.
+            data_type: its dtype; by default the graph's ``io_data_type``, or that of
+                ``set_data_type``, called before an operation uses the tensor.
+            is_virtual: must be False: operations create the intermediates.
+            is_pass_by_value: whether it is one scalar in host memory. A call may then pass a Python
+                number or NumPy array, which becomes a constant of the plan, or a JAX array, which
+                is an operand.
+            ragged_offset: where each sequence begins, see :meth:`NamedTensor.set_ragged_offset`.
+            reordering_type: must be None.
+            name: a name to refer to it.
+            uid: an integer to refer to it.
+
+        Raises:
+            GraphError: the strides have gaps or overlaps; or, when an operation uses the tensor, it
+                has no dtype.
+        """
+        recorder = self._open("tensor")
+        _refuse_virtual(is_virtual)
+        refuse_reordered(reordering_type)
+        dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
+        made = self._declare(recorder, name, Template(tuple(dim), dtype or "float32"))
+        made.is_untyped = dtype is None
+        made.set_is_pass_by_value(is_pass_by_value)
+        if stride:
+            made.set_stride(stride)
+        if uid not in (None, -1):
+            made.set_uid(uid)
+        return made.set_ragged_offset(ragged_offset)
+
+    def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> NamedTensor:
+        """Declare an input with the shape, dtype and memory order of an array or a tensor."""
+        recorder = self._open("tensor_like")
+        _refuse_virtual(is_virtual)
+        if not isinstance(template, NamedTensor):
+            made = self._declare(recorder, name, Template.of(template), number(template))
+            recorder.references.remember(template, made)
+            return made
+        state = template._state
+        known = Template(state.shape, state.dtype, state.order, template.by_value)
+        made = self._declare(recorder, name, known, template.number)
+        made.is_untyped = template.is_untyped
+        return made
+
+    def _declare(
+        self, recorder: Recorder, name: str, template: Template, value: float | None = None
+    ) -> NamedTensor:
+        made = recorder.declare(name or f"tensor_{len(recorder.handles)}", template, value)
+        made.is_declared = True
+        if not name:
+            recorder.references.add(made.name, made.name)
+        return made.set_name(name)
+
+    def tensor_scalar(self, value: float, scalar_type: Any = None, name: str = "") -> float:
+        """Returns the value: any operation takes a Python number as a constant."""
+        self._open("tensor_scalar")
+        return value
+
+    def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Set the order in which positional calls take inputs and return outputs.
+
+        Args:
+            inputs: references to all inputs. If an array was passed twice while building, two
+                references may refer to one input; calls then pass the same array for both.
+            outputs: references to results, which become the outputs; they must include all results
+                that ``set_output`` marked.
+
+        Raises:
+            GraphError: a reference is unknown; an output is listed twice; an input or output is
+                missing; or the graph was already called with another order, which compiled code
+                uses. The order of ``graph.with_options()``, a copy, may be set.
+        """
+        inputs, outputs = listed("inputs", inputs), listed("outputs", outputs)
+        recorder, had = self._built, self._made
+        if had is None:
+            self._io = inputs, outputs
+            return
+        made = Function.of(self.name, recorder, self._options, inputs, outputs)
+        same = {t.name for t in had.outputs} == {t.name for t in made.outputs}
+        if had.order is not None:  # else it was called by name
+            before, after = (*had.order, *had.outputs), (*(made.order or ()), *made.outputs)
+            same = [t.name for t in before] == [t.name for t in after]
+        if self._was_called and not same:
+            raise refusal(
+                f"set_io_tuples of {self.name} after the graph was called",
+                expected=f"inputs {names(had.order or had.inputs)}, outputs {names(had.outputs)}",
+                got=f"inputs {names(made.order or ())}, outputs {names(made.outputs)}",
+                why="jax.jit keeps programs that were compiled for the previous order",
+                fix="other = graph.with_options(); other.set_io_tuples(...)",
+            )
+        recorder.conclude(made.outputs)
+        self._made = made
+
+    # -- calls --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, handle: Any = None, workspace: Any = None) -> Any:
         """Compute the outputs.
@@ -165,68 +327,35 @@ class Graph(Planning):
             GraphError: an input is missing, or an array has another shape than the graph's.
             GraphTypeError: an array has another dtype than the graph's.
         """
-        self._check_complete()
+        made = self._complete
         if len(args) == 1 and isinstance(args[0], Mapping):
-            return self._call_by_name(args[0])
-        if self._order is None:
-            raise GraphError(
+            result = made.by_name(args[0])
+            self._was_called = True
+            return result
+        if made.order is None:
+            raise refusal(
                 f"positional call of {self.name}, which has no order of inputs and outputs",
                 fix="pass Graph(inputs=[...], outputs=[...]), call set_io_tuples(inputs, outputs), "
                 "or call the graph with a dictionary",
-                where=user_line(),
             )
-        if len(args) != len(self._order):
-            raise GraphTypeError(
+        if len(args) != len(made.order):
+            raise refusal(
                 f"{self.name} got {len(args)} arrays",
-                expected=f"{len(self._order)}: {names(self._order)}",
-                where=user_line(),
+                GraphTypeError,
+                expected=f"{len(made.order)}: {names(made.order)}",
             )
         values: dict[str, Any] = {}
-        for tensor, value in zip(self._order, args, strict=True):
-            self._give(values, tensor, value)
-        results = self._run(values)
+        for tensor, value in zip(made.order, args, strict=True):
+            made.give(values, tensor, value)
+        results = made.run(values)
         self._was_called = True
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _call_by_name(self, given: Mapping[Any, Any]) -> dict[Any, Any]:
-        values: dict[str, Any] = {}
-        supplied: dict[str, list[Any]] = {}
-        outputs = {tensor.name for tensor in self._outputs}
-        unknown: list[Any] = []
-        for key, value in given.items():
-            tensor = self._built.references.lookup(key)
-            if tensor is None:
-                unknown.append(key)
-            elif tensor.name in outputs:
-                supplied.setdefault(tensor.name, []).append(key)
-            elif not self._built.is_result(tensor):
-                self._give(values, tensor, value)
-        self._check_given(values, unknown)
-        result, by_uid = dict(given), all(map(is_uid, given))
-        for tensor, array in zip(self._outputs, self._run(values), strict=True):
-            keys = supplied.get(tensor.name, ())
-            result |= {key: like(given[key], array, key) for key in keys}
-            if not keys:
-                result[tensor.uid if by_uid else canonical_name(self._built, tensor)] = array
-        self._was_called = True
-        return result
 
-    def _give(self, values: dict[str, Any], tensor: NamedTensor, value: Any) -> None:
-        """Records the value of an input; raises GraphError if it already has another one."""
-        had = values.setdefault(tensor.name, value)
-        if had is value or (type(had) is type(value) in (int, float) and had == value):
-            return
-        places = self._built.references.places(tensor)
-        # The input of an array has the name of the place where it was first passed.
-        what = "array" if tensor.name in places else "tensor"
-        given = f"the same {what} was passed for {' and '.join(places)} when the graph was built"
-        raise GraphError(
-            f"{self.name} got different values for one input, {tensor.get_name()}",
-            expected="one array; under jax.jit and other transformations each argument is a "
-            "separate array",
-            got=f"{had!r} and {value!r}"[:200],
-            why=given if len(places) > 1 else "both references refer to it",
-            fix="pass the input once; or build the graph with a separate graph.tensor_like(x) for "
-            "each of them",
-            where=user_line(),
+def _refuse_virtual(is_virtual: bool) -> None:
+    if is_virtual:
+        raise refusal(
+            "a virtual tensor cannot be declared",
+            why="operations create the intermediates",
+            fix="call the operation that computes it",
         )

@@ -7,7 +7,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import frontend
-from jax_cudnn.interop import declaring
+from jax_cudnn.interop import function
 
 B, H, N, S, D = 3, 4, 2, 16, 8
 LENGTHS = jnp.array([5, 16, 0], jnp.int32)
@@ -167,8 +167,8 @@ def test_what_would_read_foreign_memory_is_brought_into_bounds(wrong, monkeypatc
         seen.update(zip(spec.inputs, values, strict=True))
         return real(spec, name, *values)
 
-    real = declaring.bind
-    monkeypatch.setattr(declaring, "bind", bind)
+    real = function.bind
+    monkeypatch.setattr(function, "bind", bind)
     forward()(operands(**wrong))
     for lengths, ports in (("seq_len_q", {"q": H * D, "stats": H}), ("seq_len_kv", {"k": N * D})):
         for port, size in ports.items():

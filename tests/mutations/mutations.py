@@ -113,8 +113,8 @@ MUTATIONS = {
     "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
     "results read in the wrong dtype": ("_core/ffi.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
-    "results of late changes keep their dtype": ("interop/inferring.py", "if name in self._typed:", "if name not in self._typed:"),
-    "packed tokens turned the wrong way": ("interop/tokens.py", "pairs = [(turn, name, apart.name)]", "pairs = [(vocabulary().reshape(apart.shape), name, apart.name)]"),
+    "results of late changes keep their dtype": ("interop/recorder.py", "if name in self._typed:", "if name not in self._typed:"),
+    "packed tokens turned the wrong way": ("interop/attention.py", "pairs = [(turn, name, apart.name)]", "pairs = [(vocabulary().reshape(apart.shape), name, apart.name)]"),
     "accelerate forgets containers": ("flax/accelerate.py", "made[key] = self.of(inner, (*path, str(key)))", "made[key] = inner"),
     "running statistics swapped": ("flax/normalization.py", "layer.mean[...], layer.var[...] = jax", "layer.var[...], layer.mean[...] = jax"),
     "einsum's batch axes are summed": ("flax/linear.py", "[c for c in both if c in result]", "[]"),

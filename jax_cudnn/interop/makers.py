@@ -1,20 +1,171 @@
-"""from_pygraph: convert a graph of cuDNN's frontend to a JAX function."""
+"""Functions that make Graphs: graph_cache, and from_pygraph for graphs of cuDNN's frontend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from .._core.graph.dtypes import INTEGERS, WORDS
+from .._core.graph.leaves import typed
 from .._core.graph.node import REGISTRY
-from .._core.graph.source import user_line
-from .checks import listed, refuse_reordered
-from .recorder import Recorder
-from .spellings import ASKED_FOR
-from .templates import SHAPE_OF_WORDS
-from .tensors import NamedTensor
+from .._core.graph.source import defined_at
+from .arrays import SHAPE_OF_WORDS, Template, is_array, is_unset, listed, refusal
+from .attention import ASKED_FOR
+from .tensors import NamedTensor, refuse_reordered
 from .wrapper import Graph
+
+
+def graph_cache(
+    fn: Callable[..., Any] | None = None,
+    *,
+    maxsize: int = 256,
+    key_fn: Callable[..., Hashable] | None = None,
+) -> Any:
+    """Decorate a function that builds a graph, so that equal kinds of arguments share a graph.
+
+    The key holds the shape, dtype and memory order of each array, in any pytree, and which
+    arguments are the same array. It holds the value and type of all other arguments, including
+    NumPy scalars. Defaults count as passed, and positional and keyword arguments are equivalent.
+    The cache keeps the ``maxsize`` graphs used most recently. If threads request the same graph,
+    one builds it and the rest wait. The cache keeps no array alive, but it does keep other
+    arguments alive, such as the instance of a method.
+
+    Args:
+        fn: the function; omitted in ``@graph_cache(maxsize=...)``.
+        maxsize: how many graphs to keep.
+        key_fn: a function that returns the key for given arguments; keyword-only, unlike in
+            ``cudnn.graph_cache``.
+
+    Returns:
+        The function, with ``cache_info()`` and ``cache_clear()``.
+
+    Raises:
+        GraphTypeError: an argument is neither an array nor hashable.
+
+    Source: ``cudnn.graph_cache`` and "Using wrapper in larger codebases" in NVIDIA's
+    cudnn-frontend.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> @jc.graph_cache
+        ... def relu(x):
+        ...     with jc.Graph(inputs=["relu::input"], outputs=["relu::OUT_0"]) as graph:
+        ...         _ = graph.relu(input=x, name="relu").set_output(True)
+        ...     return graph
+        >>> x = jnp.array([-1.0, 2.0])
+        >>> relu(x)(x).tolist(), relu(x) is relu(2 * x), relu.cache_info().currsize
+        ([0.0, 2.0], True, 1)
+    """
+    if fn is None:
+        return functools.partial(graph_cache, maxsize=maxsize, key_fn=key_fn)
+    if not callable(fn):
+        raise GraphTypeError(
+            "graph_cache decorates functions",
+            expected="a function that builds a graph",
+            got=shown(fn),
+            fix="@graph_cache, or @graph_cache(maxsize=..., key_fn=...)",
+        )
+    if isinstance(maxsize, bool) or not isinstance(maxsize, int) or maxsize < 1:
+        raise GraphError("invalid maxsize", expected="an integer of at least 1", got=repr(maxsize))
+    return _Factory(fn, maxsize, key_fn)
+
+
+class _Entry:
+    """A graph that is built, or that a thread is building."""
+
+    def __init__(self, _: Hashable) -> None:
+        self.lock = threading.RLock()
+        self.graph: Any = None
+
+
+class _Factory:
+    """The decorated function."""
+
+    def __init__(
+        self, fn: Callable[..., Any], maxsize: int, key_fn: Callable[..., Hashable] | None
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn, self._key_fn, self._signature = fn, key_fn, None
+        with contextlib.suppress(TypeError, ValueError):  # a few built-in functions have none
+            self._signature = inspect.signature(fn)
+        self._lock = threading.Lock()
+        self._entry = functools.lru_cache(maxsize)(_Entry)
+        self.cache_info, self.cache_clear = self._entry.cache_info, self._entry.cache_clear
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = self._key_fn(*args, **kwargs) if self._key_fn else self._kind(args, kwargs)
+        try:
+            with self._lock:
+                entry = self._entry(key)
+        except TypeError as error:
+            what, expected, fix = "a key of key_fn", "a hashable value, for example a tuple", None
+            if self._key_fn is None:
+                what, fix = "an argument", "pass key_fn to graph_cache"
+                expected = "arrays, or hashable values such as numbers, strings and tuples"
+            raise self._refusal(f"{what} is not hashable", expected, str(error), fix) from None
+        with entry.lock:
+            if entry.graph is None:  # also if it raised in the thread that this one waited for
+                entry.graph = self._fn(*args, **kwargs)
+                for leaf in jax.tree.leaves(entry.graph):
+                    if isinstance(leaf, Graph):  # it serves all numbers in host memory
+                        leaf._forget_numbers()
+            return entry.graph
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The key of arguments that share a graph."""
+        if self._signature is not None:
+            with contextlib.suppress(TypeError):  # the function will raise it
+                bound = self._signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
+        try:
+            leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: leaf is None)
+        except ValueError as error:  # JAX sorts the keys of dictionaries
+            raise self._refusal(
+                "an argument is not a pytree",
+                "dictionaries whose keys can be sorted",
+                str(error).splitlines()[0],
+                "pass key_fn to graph_cache",
+            ) from error
+        first: dict[int, int] = {}
+        kinds = (_of_leaf(leaf, first.setdefault(id(leaf), i)) for i, leaf in enumerate(leaves))
+        return tree, tuple(kinds)
+
+    def _refusal(self, what: str, expected: str, got: str, fix: str | None) -> GraphTypeError:
+        where, name = defined_at(self._fn), getattr(self, "__name__", "the factory")
+        return GraphTypeError(f"{name}: {what}", expected=expected, got=got, fix=fix, where=where)
+
+    def __reduce__(self) -> str:
+        return getattr(self, "__qualname__", "graph_cache")  # pickled as functions are
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the instance is the first argument, and all instances share the cache."""
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.cache_info, bound.cache_clear = self.cache_info, self.cache_clear
+        return bound
+
+
+def _of_leaf(leaf: Any, place: int) -> Hashable:
+    """A leaf's part of the key. ``place`` is the first place of the same object: one input."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return place, leaf.shape, leaf.dtype  # random keys
+    if isinstance(leaf, np.generic):  # a graph holds its value
+        return type(leaf), leaf.tobytes()
+    return (place, Template.of(leaf)) if is_array(leaf) else typed(leaf)
+
+
+# -- cuDNN's frontend ---------------------------------------------------------------------------
 
 
 def from_pygraph(
@@ -60,31 +211,31 @@ def from_pygraph(
     inputs = None if inputs is None else listed("inputs", inputs)
     outputs = None if outputs is None else listed("outputs", outputs)
     if isinstance(graph, Graph):
-        raise GraphTypeError(
+        raise refusal(
             "from_pygraph takes a pygraph, not a jax_cudnn.Graph",
+            GraphTypeError,
             expected="a cudnn.pygraph",
             got=repr(graph),
             why="it already is a JAX function",
             fix="call it; graph.with_options(...) is the same graph with other options",
-            where=user_line(),
         )
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
-        raise GraphTypeError(
+        raise refusal(
             "not a pygraph that keeps its nodes",
+            GraphTypeError,
             expected="a cudnn.pygraph of nvidia-cudnn-frontend 1.28 or newer",
-            got=f"{type(graph).__name__}",
+            got=type(graph).__name__,
             fix="upgrade the frontend; a deserialized graph has plans, but no nodes",
-            where=user_line(),
         )
-    if said := [option for option in _OF_CONTEXT if option in options]:
-        raise GraphError(
-            f"from_pygraph cannot change {said[0]}",
-            got=f"{said[0]}={options[said[0]]!r}",
-            why="the pygraph defines it",
-            fix=f"cudnn.pygraph({said[0]}=...)",
-            where=user_line(),
-        )
+    for option in ("io_data_type", "intermediate_data_type"):
+        if option in options:
+            raise refusal(
+                f"from_pygraph cannot change {option}",
+                got=f"{option}={options[option]!r}",
+                why="the pygraph defines it",
+                fix=f"cudnn.pygraph({option}=...)",
+            )
     context = graph.context
     made = Graph(
         name=name or getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
@@ -96,8 +247,8 @@ def from_pygraph(
         copied = _Copy(made, context.intermediate_data_type or "float32")
         for node in nodes:
             copied.add(node)
-        marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
-        made._io = inputs, outputs or marked
+        results = made._built.handles.values()
+        made._io = inputs, outputs or tuple(tensor for tensor in results if tensor.is_output)
     return made
 
 
@@ -105,17 +256,15 @@ class _Copy:
     """Copies nodes, and maps each tensor to its copy."""
 
     def __init__(self, graph: Graph, intermediate: Any) -> None:
-        self._graph, self._intermediate = graph, intermediate
+        self._graph, self._recorder = graph, graph._built
+        self._intermediate = intermediate
         self._made: dict[int, Any] = {}
         self._numbers: dict[str, NamedTensor] = {}  # for booleans
 
-    @property
-    def _recorder(self) -> Recorder:
-        return self._graph._built
-
     def add(self, node: Any) -> None:
         """Adds a node; raises GraphError that names it if it is not supported."""
-        method = _method(node)
+        kind: str = node.node_type.name
+        method = node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
         try:
             arguments = self._arguments(method, node)
             name = None if node.name in self._recorder.nodes else node.name  # unless taken
@@ -129,7 +278,7 @@ class _Copy:
             if len(made) == 1:  # it may have another name there
                 (port,) = made
             result = made[ASKED_FOR.get(port, port)]
-            self._describe(result, tensor)
+            self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 
     def _arguments(self, method: str, node: Any) -> dict[str, Any]:
@@ -148,8 +297,9 @@ class _Copy:
             del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
         if "bool" not in cls.dtypes or method == "binary_select":
+            is_mask = ("binary_select", "mask")
             operands = {
-                port: x if (method, port) == _MASK else self._as_number(x)
+                port: x if (method, port) == is_mask else self._as_number(x)
                 for port, x in operands.items()
             }
         given = {**operands, **params}
@@ -159,15 +309,14 @@ class _Copy:
             given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
         if parts := given.pop("_dropout_n", None):
             given["dropout"] = tuple(given.pop(f"dropout_{i}") for i in range(parts))
-        functions = [name for name, value in given.items() if callable(value)]
-        if functions:
+        if functions := [name for name, value in given.items() if callable(value)]:
             raise GraphError(
                 f"{functions[0]} is a function that builds a frontend graph",
                 why="it adds nodes to the frontend's graph, not to this one",
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
-        compute = _known(node.compute_data_type)
-        if compute is not None and cls.product and not method.startswith("sdpa"):
+        compute = node.compute_data_type
+        if not is_unset(compute) and cls.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
         return given
 
@@ -211,32 +360,22 @@ class _Copy:
         self._made[tensor.uid] = made
         self._recorder.references.remember(tensor, made)
 
-    def _describe(self, result: NamedTensor, tensor: Any) -> None:
+    def _describe(self, result: NamedTensor, tensor: Any, has_open_shape: bool) -> None:
         """Copies the stated properties of a result."""
         self._became(tensor, result)
         result.set_name(tensor.name).set_uid(tensor.uid)
-        if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
+        if tensor.dim and (tensor.dim_assigned or has_open_shape):
             result.set_dim(tensor.dim)
         if tensor.stride_assigned and tensor.stride:
             result.set_stride(tensor.stride)
-        data_type = _known(tensor.get_data_type())
+        data_type = tensor.get_data_type()
         if not tensor.is_virtual:
             result.set_output(True)
-        elif data_type in (None, self._intermediate):
+        elif is_unset(data_type) or data_type == self._intermediate:
             # The default for floats; integers would keep their dtype, and booleans stay booleans.
             data_type = self._intermediate if result._state.dtype in INTEGERS else None
-        if data_type is not None:
+        if not is_unset(data_type):
             result.set_data_type(data_type)
-
-
-_MASK = "binary_select", "mask"
-_OF_CONTEXT = "io_data_type", "intermediate_data_type"
-
-
-def _method(node: Any) -> str:
-    """pygraph's method that created a node."""
-    kind: str = node.node_type.name
-    return node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
 
 
 # Kinds of nodes that are not named like their method.
@@ -245,7 +384,3 @@ _METHODS: dict[str, str] = {
     for method in REGISTRY
     if method.endswith("_backward")
 }
-
-
-def _known(data_type: Any) -> Any:
-    return None if getattr(data_type, "name", None) == "NOT_SET" else data_type

@@ -1,0 +1,279 @@
+"""The arrays of a Graph: what it uses of them while it is built, and their values in calls."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import (
+    WORDS,
+    canonical,
+    canonical_compute,
+    float32_range,
+    is_floating,
+    itemsize,
+)
+from .._core.graph.layout import order_of_strides
+from .._core.graph.source import user_line
+from .._core.graph.spec import Tensor
+from .._core.graph.tensor import GraphTensor
+
+SHAPE_OF_WORDS = (1, 1, 1, 2)
+"""The shape of one cuDNN INT64 as two uint32: the seed and the offset of dropout."""
+
+
+def refusal(summary: str, kind: type[JaxCudnnError] = GraphError, **parts: str | None) -> Exception:
+    """An error at the user's line; ``parts`` are ``expected``, ``got``, ``why`` and ``fix``."""
+    return kind(summary, where=user_line(), **parts)
+
+
+def listed(name: str, values: Any) -> tuple[Any, ...]:
+    """A list as a tuple; raises GraphTypeError for anything else."""
+    if isinstance(values, (list, tuple)):
+        return tuple(values)
+    expected = "a list or tuple"
+    raise refusal(f"{name} is not a list", GraphTypeError, expected=expected, got=shown(values))
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a graph uses of an array: not its values.
+
+    ``order`` lists the dimensions from the slowest to the fastest in memory; it is None for an
+    array that is row-major or has no strides, and the graph then chooses the order. ``by_value``
+    marks a scalar in host memory, as cuDNN's epsilons are.
+    """
+
+    shape: Shape
+    dtype: str
+    order: tuple[int, ...] | None = None
+    by_value: bool = False
+
+    @classmethod
+    def of(cls, array: Any) -> Template:
+        """The template of an array of any library; raises GraphTypeError for a dtype that cuDNN
+        does not have."""
+        shape = tuple(array.shape)
+        if isinstance(array, (np.ndarray, np.generic)):
+            dtype, in_host_memory = dtype_name(_numpy_dtype(array)), True
+        else:
+            dtype = dtype_name(array.dtype)  # JAX arrays, and tracers, are not asked for a device
+            device = None if isinstance(array, jax.Array) else getattr(array, "device", None)
+            in_host_memory = getattr(device, "type", None) == "cpu"  # torch
+        by_value = in_host_memory and math.prod(shape) == 1
+        return cls(shape, dtype, _order(array, shape, dtype), by_value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of some library, a tracer, or a ShapeDtypeStruct."""
+    has_type = hasattr(value, "shape") and hasattr(value, "dtype")
+    return has_type and not isinstance(value, GraphTensor)
+
+
+def is_unset(data_type: Any) -> bool:
+    """Whether a data type is unset: None, or cuDNN's NOT_SET."""
+    return data_type is None or getattr(data_type, "name", None) == "NOT_SET"
+
+
+def dtype_name(dtype: Any) -> str:
+    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; INT64 becomes uint32 pairs."""
+    dtype = _without_torch(dtype)
+    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
+
+
+def compute_name(dtype: Any) -> str:
+    """The same for a compute type."""
+    return canonical_compute(_without_torch(dtype))
+
+
+def _without_torch(dtype: Any) -> Any:
+    """A torch dtype without ``torch.``: the rest is JAX's name."""
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else dtype
+
+
+def _numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
+    """JAX's dtype of a NumPy array. A float64 scalar, to which NumPy converts Python floats, is
+    float32 even if x64 is enabled."""
+    if array.size == 1 and array.dtype == np.float64:
+        return np.dtype(np.float32)
+    return jax.dtypes.canonicalize_dtype(array.dtype)
+
+
+def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
+    order, strides = None, None
+    if isinstance(array, Tracer):
+        return None
+    if isinstance(array, jax.Array):
+        layout: Any = getattr(array, "format").layout  # noqa: B009
+        order = getattr(layout, "major_to_minor", None)
+    elif callable(getattr(array, "stride", None)):  # torch counts elements
+        strides = [int(step) for step in array.stride()]
+    elif getattr(array, "strides", None) is not None:  # NumPy and CuPy count bytes
+        size = getattr(array, "itemsize", itemsize(dtype))
+        strides = [int(step) // size for step in array.strides]
+    if strides is not None and len(strides) == len(shape):
+        order = order_of_strides(shape, strides)
+    return None if order is None or order == tuple(range(len(shape))) else tuple(order)
+
+
+def number(value: Any) -> float | None:
+    """The value of a Python or NumPy scalar, which is known without reading a device; or None."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
+        return float(value.reshape(()))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
+    """The JAX array for an input of a graph; raises an error if it does not fit."""
+    if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, WORDS):
+        value = _words(value)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        value = value.astype(_numpy_dtype(value), copy=False)
+    array = _as_jax(value, name)
+    if math.prod(array.shape) == 1 == math.prod(tensor.shape):
+        array = array.reshape(tensor.shape)  # scalars get the rank of the tensors
+    if getattr(array, "weak_type", False):  # a Python number, which promotion may convert
+        if jnp.result_type(array, jnp.dtype(tensor.dtype)).name == tensor.dtype:
+            array = array.astype(tensor.dtype)
+    if (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype):
+        return array
+    raise (GraphError if array.dtype.name == tensor.dtype else GraphTypeError)(
+        f"{name} differs from the array that the graph was built for",
+        expected=f"{tensor.dtype}{list(tensor.shape)}",
+        got=f"{array.dtype.name}{list(array.shape)}",
+        why="a cuDNN graph has fixed shapes and dtypes",
+        fix="cast or reshape the array, or build one graph per kind of arrays with "
+        "@jax_cudnn.graph_cache",
+    )
+
+
+def _words(value: Any) -> Any:
+    """One integer as its low and high word; anything else unchanged."""
+    if isinstance(value, (int, np.ndarray, np.generic)) and np.size(value) == 1:
+        number = np.asarray(value)
+        if number.dtype.kind in "iu":
+            return np.array([int(number.item()) % 2**64], "<u8").view("<u4").reshape(SHAPE_OF_WORDS)
+    if not isinstance(value, jax.Array) or value.size != 1:
+        return value
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        return value
+    bits = jnp.iinfo(value.dtype).bits
+    high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
+    return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
+
+
+def _as_jax(value: Any, name: str) -> jax.Array:
+    known = isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__")
+    try:
+        if known or not hasattr(value, "__dlpack__"):
+            return jnp.asarray(value)
+        # torch does not export tensors that record gradients.
+        return jax.dlpack.from_dlpack(getattr(value, "detach", lambda: value)())
+    except (TypeError, ValueError, OverflowError, RuntimeError, BufferError) as error:
+        raise GraphTypeError(
+            f"{name} is not an array",
+            expected="an array of JAX, NumPy or a library with DLPack",
+            got=shown(value),
+            why=f"{type(error).__name__}: {error}"[:200],
+        ) from error
+
+
+def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
+    """A scalar as a constant of a plan, rounded to the tensor's dtype; None for an array. Raises an
+    error if the dtype cannot hold it."""
+    given, dtype = number(value), tensor.dtype
+    if given is None:
+        return None
+    if jnp.issubdtype(dtype, jnp.floating):
+        given = float32_range(name, given)
+        if dtype == np.float32:  # operations round it themselves
+            return given
+        with np.errstate(over="ignore"):
+            rounded = float(np.asarray(given).astype(dtype))
+        if math.isfinite(given) and not math.isfinite(rounded):
+            raise GraphError(
+                f"{name} is too large",
+                expected=f"a number in the range of {dtype.name}",
+                got=repr(value),
+                fix="declare it with data_type=float32",
+            )
+        return rounded
+    if not given.is_integer():
+        raise GraphTypeError(
+            f"{name} is not an integer",
+            expected=f"a value of {dtype.name}",
+            got=repr(given),
+            fix="declare the input with a floating data_type, or round the number",
+        )
+    least, most = 0, 1
+    if dtype != np.bool_:
+        own, int32 = jnp.iinfo(dtype), jnp.iinfo("int32")
+        least, most = max(own.min, int32.min), min(own.max, int32.max)
+    if not least <= given <= most:
+        raise GraphError(
+            f"{name} is out of range",
+            expected=f"an integer from {least} to {most}",
+            got=repr(given),
+            why=f"it is a {dtype.name} constant, which a plan stores as int32",
+        )
+    return given
+
+
+def like(wanted: Any, array: jax.Array, key: Any) -> jax.Array:
+    """A result in the shape and dtype of the array that was passed for it.
+
+    Dimensions may be merged, split, or added with size 1. Raises an error if the elements or their
+    order would change, or if the dtype cannot hold them.
+    """
+    if not is_array(wanted):
+        raise refusal(
+            f"the value passed for output {key!r} is not an array",
+            GraphTypeError,
+            expected="an array or jax.ShapeDtypeStruct, for its shape and dtype",
+            got=shown(wanted),
+        )
+    template = Template.of(wanted)
+    had, has = _borders(array.shape), _borders(template.shape)
+    if math.prod(template.shape) != array.size or not (had <= has or has <= had):
+        raise refusal(
+            f"the array passed for output {key!r} has another shape",
+            expected=f"{list(array.shape)}, or this with adjacent dimensions merged or split",
+            got=str(list(template.shape)),
+            why="a result can be reshaped, but not transposed",
+            fix="leave out the output, and transpose the result with jnp.transpose",
+        )
+    if not _holds(template.dtype, array.dtype.name):
+        raise refusal(
+            f"the array passed for output {key!r} cannot hold it",
+            GraphTypeError,
+            expected=array.dtype.name,
+            got=template.dtype,
+            why="values would be truncated",
+            fix="leave out the output, and cast the result with astype",
+        )
+    return array.reshape(template.shape).astype(template.dtype)
+
+
+def _borders(shape: Sequence[int]) -> set[int]:
+    """The strides at which dimensions begin; a shape with more of them splits dimensions."""
+    return {*itertools.accumulate((size for size in shape if size != 1), operator.mul)}
+
+
+def _holds(dtype: str, result: str) -> bool:
+    """Whether a dtype can hold results of another one; floats of any width can, by rounding."""
+    if is_floating(dtype):
+        return True
+    return not is_floating(result) and jnp.promote_types(dtype, result).name == dtype
