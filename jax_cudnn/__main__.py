@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "cache":
             return cache.run(options)
         elif options.command == "doctor":
-            from .doctor.report import doctor as examine
+            from .commands.doctor import doctor as examine
 
             return examine(as_json=options.json)
         else:

@@ -20,8 +20,8 @@ from .._core.errors import LibraryError
 from .._core.graph.trace import graph
 from .._core.package import install
 from .._core.plans.support import plan
-from ..doctor.facts import cuda_plugins
 from .comparison import compare
+from .doctor import cuda_plugins
 from .figures import OURS
 from .progress import Progress
 
