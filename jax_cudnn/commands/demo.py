@@ -21,7 +21,7 @@ from .._core.graph.trace import graph
 from .._core.package import install
 from .._core.plans.support import plan
 from .bench import OURS, Progress
-from .doctor import cuda_plugins
+from .facts import cuda_plugins
 from .timing import compare
 
 _CHANNELS = 32

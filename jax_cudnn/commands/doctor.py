@@ -1,51 +1,30 @@
 """``python -m jax_cudnn doctor``: versions of everything, whether they fit, and what to do.
 
-:func:`collect` gathers facts; each row of ``CHECKS`` examines them. Libraries are loaded only in
-processes of their own (``trials.py``).
+Each row of ``CHECKS`` examines the facts of ``facts.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .._core.compat import OLDEST_JAX
-from .._core.cuda import device_nodes, kernel_driver
 from .._core.package import install
 from .._core.planning import frontend as library
-from .._core.planning.deviceless import environment
 from .._core.settings import TUNING, VARIABLE
-from . import trials
+from .facts import LIBRARY_PATH, SONAME, WHEEL, Copy, Facts, collect
 
 OLDEST_PYTHON = (3, 11)
 INSTALL = install("cuda12", "cuda13")
 AFTERWARDS = "fix the problems above, then try again"  # advice for consequences
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 
-_PACKAGES = ("jax-cudnn", "jax", "jaxlib", "numpy", "nvidia-cudnn-frontend")
-_OF_CUDA = ("jax-cuda{}-plugin", "jax-cuda{}-pjrt", "nvidia-cudnn-cu{}")
 # The oldest drivers (and the newest CUDA that they support) for plugins of CUDA 12 and 13.
 _OLDEST_DRIVER = {"12": (12000, "525"), "13": (13000, "580")}
-# Variables that select GPUs, libraries or compiler options.
-_VARIABLES = re.compile(
-    r"JAX_\w+|XLA_\w+|CUDA_\w+|CUDNN_\w+|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)"
-    r"|CONDA_PREFIX|PYTHONPATH"
-)
-_SONAME = "libcudnn.so.9"
-_LIBRARY_PATH, _WHEEL = "LD_LIBRARY_PATH", "nvidia-cudnn package"
 _USERS = {
     "JAX": "devices",
     "the frontend": "cudnn_here",
@@ -64,59 +43,6 @@ _DRIVER_ADVICE = {
 }
 
 
-class Copy(NamedTuple):
-    """A libcudnn.so.9, the places in which it was found, and ``cudnnGetVersion()``; None for a file
-    that cannot be loaded: ``broken`` then says why."""
-
-    path: str
-    found_by: list[str]
-    version: int | None
-    broken: str = ""
-
-    def __str__(self) -> str:
-        version = self.version
-        text = f"BROKEN {self.broken}" if version is None else library.version_text(version)
-        return f"{text} from {', '.join(self.found_by)}"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a machine and an installation.
-
-    Attributes:
-        packages: versions of the packages that are installed.
-        plugins: CUDA major versions of the plugins that JAX finds ("12", "13").
-        variables: the relevant environment variables.
-        signs: device files of an NVIDIA GPU, and NVIDIA's kernel module.
-        copies: every libcudnn.so.9, in the order of the frontend's search.
-        reports: what the stages of ``trials`` reported.
-    """
-
-    packages: Mapping[str, str] = field(default_factory=dict)
-    plugins: Sequence[str] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    signs: Sequence[str] = ()
-    copies: Sequence[Copy] = ()
-    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def report(self, stage: str) -> Mapping[str, Any]:
-        return self.reports.get(stage, {"untried": "it was not started"})
-
-    @property
-    def gpus(self) -> list[dict[str, Any]]:
-        """The GPUs that a process in this environment sees: name, capability, gib."""
-        return self.report("driver").get("gpus", [])
-
-    @property
-    def gpu_present(self) -> bool:
-        return bool(self.gpus or self.signs)
-
-    @property
-    def newest_cuda(self) -> int:
-        """The newest CUDA that the driver supports (12040 is 12.4), 0 without a driver."""
-        return self.report("driver").get("version", 0)
-
-
 class Finding(NamedTuple):
     """One row of the report.
 
@@ -133,82 +59,6 @@ class Finding(NamedTuple):
     value: str
     why: str = ""
     fix: str = ""
-
-
-# -- facts -----------------------------------------------------------------------------------------
-
-
-def collect() -> Facts:
-    """The facts of this machine, in a few seconds."""
-    inherited = environment.variables()
-    using = {
-        **os.environ,
-        "PYTHONPATH": inherited["PYTHONPATH"],
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes may use the GPU
-    }
-    hidden = {name: inherited[name] for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
-    with ThreadPoolExecutor() as threads:  # these two take longest, mostly waiting
-        with_gpu = threads.submit(trials.tried, trials.WITH_GPU, using)
-        without = threads.submit(trials.tried, trials.WITHOUT_GPU, {**using, **hidden})
-        kernel = [f"kernel module {version}"] if (version := kernel_driver()) else []
-        return Facts(
-            packages=_packages(),
-            plugins=cuda_plugins(),
-            variables={k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)},
-            signs=[*device_nodes(), *kernel],
-            copies=_copies(),
-            reports=trials.tried(trials.ALONE) | with_gpu.result() | without.result(),
-        )
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in (*_PACKAGES, *(name.format(major) for major in (12, 13) for name in _OF_CUDA)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def cuda_plugins() -> list[str]:
-    """Majors of the CUDA plugins that JAX finds, such as "12"."""
-    spec = importlib.util.find_spec("jax_plugins")
-    roots = spec.submodule_search_locations if spec is not None else None
-    found = {path.name for root in roots or () for path in Path(root).glob("xla_cuda*")}
-    return sorted(name.removeprefix("xla_cuda") for name in found)
-
-
-def _copies() -> list[Copy]:
-    found: dict[str, dict[str, None]] = {}
-    for how, path in _places():
-        if os.path.exists(path):
-            found.setdefault(os.path.realpath(path), {})[how] = None
-    copies = []
-    for path, ways in found.items():
-        (report,) = trials.tried([f"cudnn_version={path}"]).values()
-        failed = blamed(report)
-        why = f"{failed.value} {failed.why}".strip() if failed else ""
-        copies.append(Copy(path, [*ways], report.get("version"), why))
-    return copies
-
-
-def _places() -> Iterator[tuple[str, str]]:
-    """Where a process could find cuDNN, in the order of the frontend's search."""
-    for folder in filter(None, os.environ.get(_LIBRARY_PATH, "").split(os.pathsep)):
-        # Also without a version: the frontend accepts such a link.
-        yield from ((_LIBRARY_PATH, os.path.join(folder, n)) for n in (_SONAME, "libcudnn.so"))
-    site = os.path.join(sysconfig.get_path("purelib"), "nvidia", "cudnn", "lib")
-    for folder in (site, *environment.wheel_folders()):
-        yield _WHEEL, os.path.join(folder, _SONAME)
-    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/sbin", "/usr/sbin"])
-    if ldconfig := shutil.which("ldconfig", path=search):
-        listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True).stdout
-        lines = [line.split() for line in listed.splitlines()]
-        yield from (("dynamic linker's cache", words[-1]) for words in lines if _SONAME in words)
-    for prefix in filter(None, (os.environ.get("CONDA_PREFIX"), sys.prefix)):
-        yield "environment", f"{prefix}/lib/{_SONAME}"
-
-
-# -- checks ----------------------------------------------------------------------------------------
 
 
 def examine(facts: Facts) -> dict[str, Finding]:
@@ -290,7 +140,7 @@ def plugin(facts: Facts) -> Finding:
     """JAX's CUDA plugin: one, complete, of jaxlib's version, and supported by the driver."""
     parts = [f"jax-cuda{m}-{part}" for m in ("12", "13") for part in ("plugin", "pjrt")]
     found = {part: facts.packages[part] for part in parts if part in facts.packages}
-    jaxlib, newest = facts.packages.get("jaxlib", ""), facts.newest_cuda
+    jaxlib, newest = facts.packages.get("jaxlib", ""), _newest_cuda(facts)
     majors = sorted({*facts.plugins, *(part[8:10] for part in found)})
     if not majors:
         if facts.gpu_present:
@@ -367,7 +217,7 @@ def cudnn(facts: Facts) -> Finding:
     here = facts.report("cudnn_here")
     if not facts.copies:
         status = PROBLEM if facts.gpu_present or "absent" not in here else ABSENT
-        why = f"no {_SONAME} in LD_LIBRARY_PATH, site-packages, the dynamic linker's cache; plans "
+        why = f"no {SONAME} in LD_LIBRARY_PATH, site-packages, the dynamic linker's cache; plans "
         return Finding(status, "none found", why + "cannot be built without it", _cudnn(facts))
     loaded = {
         who: [os.path.realpath(path) for path in facts.report(stage).get("paths", ())]
@@ -377,23 +227,22 @@ def cudnn(facts: Facts) -> Finding:
     for copy in facts.copies:
         users = [who for who, paths in loaded.items() if copy.path in paths]
         used |= {copy.version} if users else set()
-        rows.append(f"{copy}{'; used by ' * bool(users)}{', '.join(users)}\n  {copy.path}")
+        rows.append(f"{_text(copy)}{'; used by ' * bool(users)}{', '.join(users)}\n  {copy.path}")
     value = "\n".join(rows)
     # JAX or the frontend may load these by path, before the dynamic linker's search.
-    first = [copy for copy in facts.copies if {_LIBRARY_PATH, _WHEEL} & {*copy.found_by}]
+    first = [copy for copy in facts.copies if {LIBRARY_PATH, WHEEL} & {*copy.found_by}]
     if len({copy.version for copy in first}) > 1 or len(used) > 1:
-        why = f"two versions of cuDNN: {'; '.join(map(str, facts.copies))}. JAX loads the package's"
-        why += "; the planning worker and the frontend prefer LD_LIBRARY_PATH's. Plans of one do "
-        folders = {os.path.dirname(c.path) for c in first if _LIBRARY_PATH in c.found_by}
+        texts = "; ".join(map(_text, facts.copies))
+        why = f"two versions of cuDNN: {texts}. JAX loads the package's; the planning worker and "
+        why += "the frontend prefer LD_LIBRARY_PATH's. Plans of one do not run on the other"
+        folders = {os.path.dirname(c.path) for c in first if LIBRARY_PATH in c.found_by}
         fix = "keep one of them: uninstall the package, or remove "
         fix += f"{', '.join(sorted(folders)) or 'the others'} from LD_LIBRARY_PATH"
-        return Finding(PROBLEM, value, why + "not run on the other", fix)
+        return Finding(PROBLEM, value, why, fix)
     if failed := blamed(here):
-        return failed._replace(fix=failed.fix or _cudnn(facts))
+        return failed
     if used and {copy.version for copy in facts.copies} - used:
-        why = (
-            "there are unused copies of other versions: a change of LD_LIBRARY_PATH could mix them"
-        )
+        why = "copies of other versions are unused: a change of LD_LIBRARY_PATH could mix them"
         return Finding(WARNING, value, why, "uninstall unused copies if versions ever get mixed")
     return Finding(OK, value)
 
@@ -446,9 +295,19 @@ CHECKS: tuple[tuple[str, Callable[[Facts], Finding], str], ...] = (
 )
 
 
+def _text(copy: Copy) -> str:
+    version = copy.version
+    text = f"BROKEN {copy.broken}" if version is None else library.version_text(version)
+    return f"{text} from {', '.join(copy.found_by)}"
+
+
 def _cudnn(facts: Facts) -> str:
-    major = facts.plugins[0] if facts.plugins else "13" if facts.newest_cuda >= 13000 else "12"
+    major = facts.plugins[0] if facts.plugins else "13" if _newest_cuda(facts) >= 13000 else "12"
     return f"pip install -U 'nvidia-cudnn-cu{major}>={library.version_text(library.OLDEST_CUDNN)}'"
+
+
+def _newest_cuda(facts: Facts) -> int:
+    return facts.report("driver").get("version", 0)  # 12040 is 12.4; 0 without a driver
 
 
 def _numbers(version: str) -> tuple[int, ...]:

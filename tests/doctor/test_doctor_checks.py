@@ -10,8 +10,8 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.planning import frontend, planner
-from jax_cudnn.commands import doctor, trials
-from jax_cudnn.commands.doctor import Copy, Facts
+from jax_cudnn.commands import doctor, facts
+from jax_cudnn.commands.facts import Copy, Facts
 
 ROOT = Path(__file__).parents[2]
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "gib": 139.8}
@@ -90,7 +90,7 @@ BROKEN = [
     ({**NO_GPU, "variables": {"JAX_PLATFORMS": "cpu"}}, "JAX's devices", "'cpu'", "unset"),
     (NO_GPU, "JAX's devices", "cuInit(0) failed: 803", "read JAX's message"),
     (
-        reports(frontend_here=trials.ABSENT, cudnn_here=trials.ABSENT),
+        reports(frontend_here=facts.ABSENT, cudnn_here=facts.ABSENT),
         *("cuDNN frontend", "builds cuDNN plans", "jax-cudnn[cuda12]"),
     ),
     (
@@ -150,14 +150,14 @@ def test_the_graph_that_is_tried_is_cudnns_and_not_left_to_xla(made_up_plans, mo
         raise jc.UnsupportedGraphError("no engine")
 
     monkeypatch.setattr(planner, "_build", refuse)
-    function, arrays = trials.graph()
+    function, arrays = facts.graph()
     traced = jax.jit(function).trace(*arrays)
     with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="no engine"):
         traced.lower(lowering_platforms=("cuda",))
 
 
 def script(code, seconds=30.0):
-    return trials.run(["-c", code], {}, seconds, ("a", "b", "c"))
+    return facts.run(["-c", code], ("a", "b", "c"), {}, seconds)
 
 
 def test_a_process_that_ends_early_is_placed():
