@@ -19,8 +19,8 @@ from jax_cudnn._core import compat
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.planning import losses
 from jax_cudnn._core.planning.cost import cost
-from jax_cudnn.commands import programs, timing
-from jax_cudnn.commands.figures import FAILED, TIMED, WRONG
+from jax_cudnn.commands import bench, timing
+from jax_cudnn.commands.bench import FAILED, TIMED, WRONG
 
 from . import torch_graphs
 
@@ -130,12 +130,12 @@ def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
     cuDNN's."""
     try:
         live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
-        found = programs.of_jaxpr(live)
+        found = [*bench.of_jaxpr(live)]
     except Exception as error:
         return {"reason": told(error)}
     held: Entry = {"graphs": len(found)}
     try:
-        cut = programs.placed(found)
+        cut = bench.placed(found)
     except JaxCudnnError as error:  # references run, or nothing does
         return held | {"reason": told(error)}
     segments = [segment for plan in cut for segment in plan.segments]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError, LibraryError
 from jax_cudnn._core.package import install
-from jax_cudnn.commands.figures import TIMED
+from jax_cudnn.commands.bench import TIMED
 
 _WIN, _LOSS = "#76b900", "#b0b0b0"
 

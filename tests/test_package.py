@@ -81,11 +81,10 @@ def test_a_missing_broken_or_too_old_frontend_is_named(monkeypatch, tmp_path):
 ALLOWED = {
     "_core": set(),
     "ops": {"_core"},
-    "doctor": {"_core"},
     "acceleration": {"ops", "_core"},
     "interop": {"ops", "_core"},
     "flax": {"acceleration", "ops", "_core"},
-    "commands": {"doctor", "ops", "flax", "_core"},
+    "commands": {"ops", "_core"},
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ from jax_cudnn._core.errors import UnsupportedGraphError
 from jax_cudnn._core.graph.dtypes import FP8
 from jax_cudnn._core.implementation import CUDNN, implementation
 from jax_cudnn._core.planning.cost import Cost
-from jax_cudnn.commands import figures, programs
-from jax_cudnn.commands.comparison import Formulation, compare
+from jax_cudnn.commands import bench
+from jax_cudnn.commands.timing import Formulation, compare
 
 from ..case import LIMIT, REFERENCE, Case, Named, Operand, Side
 from ..measure import Effort, Entry
@@ -56,7 +56,7 @@ class ModelCase:
     @property
     def functions(self) -> dict[str, Way]:
         """Ours first, as :func:`compare` takes them."""
-        return {figures.OURS: self.ours, **self.xla}
+        return {bench.OURS: self.ours, **self.xla}
 
     @property
     def what(self) -> str:
@@ -132,7 +132,7 @@ def named(case: ModelCase) -> GraphCase:
         lambda implemented: side(case.ours, implemented),
         {name: side(way) for name, way in case.xla.items()},
         side(lambda *operands: first(*operands)),
-        total=programs.graphs_cost(case.ours, *case.avals),
+        total=bench.graphs_cost(case.ours, *case.avals),
         tolerance=agreement.tolerance(case.avals, jax.eval_shape(case.ours, *case.avals)),
     )
 
@@ -153,18 +153,23 @@ def measure(case: ModelCase, effort: Effort) -> Entry:
     entry: Entry = {}
     with implementation(CUDNN):
         try:
-            found = programs.graphs(case.ours, *case.avals)
-            total = programs.graphs_cost(case.ours, *case.avals)
+            found = bench.graphs(case.ours, *case.avals)
+            total = bench.graphs_cost(case.ours, *case.avals)
             entry |= {"flops": total.flops, "bytes": total.bytes}
             functions, ours = case.functions, case.ours
             ours = ours if isinstance(ours, Formulation) else Formulation(ours)
             if not any(operand.dtype in FP8 for operand in case.operands):
-                plain = programs.with_references(ours.function)
+                plain = bench.in_xla(ours.function)
                 functions[REFERENCE] = Formulation(plain, ours.prepare, ours.finish)
             arrays = case.arrays(jax.random.key(0))
             how = {"calls": effort.calls, "rounds": effort.rounds, "seconds": effort.seconds}
-            entry |= figures.compared(compare(functions, *arrays, **how), total)
-            return entry | {"engines": figures.engines(found)}
+            result = compare(functions, *arrays, **how)
+            # What XLA would run instead is not a formulation that a user would write.
+            others = tuple(name for name in result.names if name != REFERENCE)
+            entry |= bench.compared(replace(result, names=others), total)
+            if REFERENCE in result.seconds:
+                entry |= bench.ratios(result, REFERENCE, "ratio_reference")
+            return entry | {"engines": bench.engines(found)}
         except UnsupportedGraphError as error:
             parts = [error.summary, error.why, *list(error.reasons.values())[:1]]
             reason = "; ".join(" ".join(part.split()) for part in parts if part)[:1000]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn._core.graph.trace import graph
-from jax_cudnn.commands.comparison import Formulation
+from jax_cudnn.commands.timing import Formulation
 
 from ..case import Array, Operand
 from .case import Built, Made, matrix_case

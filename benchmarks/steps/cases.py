@@ -22,7 +22,7 @@ from jax_cudnn import ops
 from jax_cudnn._core import agreement, auto, compat, context
 from jax_cudnn._core.errors import TargetError
 from jax_cudnn._core.implementation import implementation
-from jax_cudnn.commands import programs
+from jax_cudnn.commands import bench
 
 from ..case import OURS, REFERENCE, Array, Case, Operand, Side
 from ..planning import nothing_planned
@@ -95,8 +95,8 @@ class StepCase(Case):
         none); and with a GPU, or ``jax_cudnn.target``, how long all take to plan where nothing is
         known."""
         live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
-        specs = {spec: name for spec, name, _ in programs.of_jaxpr(live)}
-        entry: dict[str, Any] = {"different_graphs": len(specs), "loops": programs.loops(live)}
+        specs = {spec: name for spec, name, _ in bench.of_jaxpr(live)}
+        entry: dict[str, Any] = {"different_graphs": len(specs), "loops": loops(live)}
         try:
             site = context.site(jax.local_devices(), "bench")
         except TargetError:  # references run
@@ -109,6 +109,18 @@ class StepCase(Case):
 
     def described(self) -> dict[str, str]:
         return {}
+
+
+def loops(jaxpr: Any) -> int:
+    """The number of loops in a jaxpr whose bodies hold graphs."""
+    count = 0
+    for equation in jaxpr.eqns:
+        inner = list(compat.inner_jaxprs(equation))
+        if equation.primitive.name in ("scan", "while"):
+            count += any(any(True for _ in bench.of_jaxpr(body)) for body in inner)
+        else:
+            count += sum(map(loops, inner))
+    return count
 
 
 @jax.jit

@@ -13,7 +13,7 @@ from .._core.errors import JaxCudnnError
 from .._core.planning import stored as stored  # for the checks of verify and import
 from .._core.settings import settings
 from .._core.store import archive
-from .._core.store.cache import Entry, PlanCache
+from .._core.store.cache import PlanCache
 
 _EXAMPLE = """\
 examples:
@@ -24,8 +24,15 @@ examples:
 
 A plan is code for the GPU: import only archives that you trust like a program.
 """
-
 _SHOWN = 20
+_PLACE = "or pass another FILE or --folder"
+_FIXES = {
+    errno.ENOSPC: f"free space there, {_PLACE}; import leaves present entries as they are",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"make it writable, {_PLACE}"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check this path"),
+    **dict.fromkeys((errno.EISDIR, errno.EINVAL), "pass a regular file"),
+}
+_Outcome = tuple[bool, dict[str, Any], list[str]]  # whether all is well, facts for JSON, lines
 
 
 def add_parser(commands: Any) -> None:
@@ -37,37 +44,29 @@ def add_parser(commands: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="the cache folder (default: the user's)"
-    )
-    common.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="action", required=True)
-
-    def add(name: str, does: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=does, description=does, parents=[common])
-
-    listed = add("list", "print digest, size, last use and graph of the most recently used entries")
-    listed.add_argument(
-        "--all", action="store_true", help=f"print all, not {_SHOWN} only, as --json does"
-    )
-    verify = add("verify", "print unusable entries; exit with 1 if there are any")
-    verify.add_argument("--delete", action="store_true", help="delete them")
-    add("clear", "delete all entries, but no other files")
-    for name, does in (
-        ("export", "write all usable entries into one archive"),
-        ("import", "check the entries of an archive and add them"),
-    ):
-        add(name, does).add_argument("file", type=Path, metavar="FILE", help="the archive, a zip")
+    parsers = {}
+    for name, (does, _) in _ACTIONS.items():
+        parsers[name] = added = actions.add_parser(name, help=does, description=does)
+        added.add_argument(
+            "--folder", type=_folder, metavar="DIR", help="the cache folder (default: the user's)"
+        )
+        added.add_argument("--json", action="store_true", help="print JSON")
+    everything = f"print all, not {_SHOWN} only, as --json does"
+    parsers["list"].add_argument("--all", action="store_true", help=everything)
+    parsers["verify"].add_argument("--delete", action="store_true", help="delete them")
+    for name in ("export", "import"):
+        parsers[name].add_argument("file", type=Path, metavar="FILE", help="the archive, a zip")
 
 
 def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("the folder name is empty")
     try:
-        return Path(text).expanduser()
+        if text:
+            return Path(text).expanduser()
     except RuntimeError as error:  # ~ of an unknown user
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    raise argparse.ArgumentTypeError("the folder name is empty")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             "there is no cache folder: this user has no home", fix="pass --folder DIR"
         )
     try:
-        status, facts, text = _ACTIONS[options.action](PlanCache(folder), options)
+        well, facts, lines = _ACTIONS[options.action][1](PlanCache(folder), options)
     except OSError as error:
         path = Path(error.filename2 or error.filename or folder)
         where = path.parent if path.suffix == ".tmp" else path
@@ -87,41 +86,29 @@ def run(options: argparse.Namespace) -> int:
             got="; ".join(getattr(error, "__notes__", ())),
             fix=_FIXES.get(error.errno or 0),
         ) from error
-    print(json.dumps({"folder": str(folder), **facts}, indent=1) if options.json else text)
-    return status
-
-
-_PLACE = "or pass another FILE or --folder"
-_FIXES = {
-    errno.ENOSPC: f"free space there, {_PLACE}; import leaves present entries as they are",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"make it writable, {_PLACE}"),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check this path"),
-    **dict.fromkeys((errno.EISDIR, errno.EINVAL), "pass a regular file"),
-}
-_Outcome = tuple[int, dict[str, Any], str]  # exit status, facts for JSON, text
+    facts = {"folder": str(folder), **facts}
+    print(json.dumps(facts, indent=1) if options.json else "\n".join(lines))
+    return int(not well)
 
 
 def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     entries = cache.entries()
     size = sum(entry.size for entry in entries)
-    facts = {
-        "bytes": size,
-        "limit": cache.limit,
-        "entries": [entry._asdict() for entry in entries],
-    }
+    listed = [entry._asdict() for entry in entries]
+    facts = {"bytes": size, "limit": cache.limit, "entries": listed}
     if not entries:
         what = "holds no plans" if cache.folder.is_dir() else "does not exist"
-        return 0, facts, f"{cache.folder} {what}. Programs add their plans when they run."
-    now = time.time()
-    lines = [
-        f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
-        for entry in (entries if options.all else entries[:_SHOWN])
-    ]
-    if more := len(entries) - len(lines):
-        lines.append(f"{more} more; --all lists them")
-    head = f"{'digest':12}  {'size':>8}  {'last use':>8}  operations: operands -> results; plan"
-    total = f"{_entries(len(entries))}, {_size(size)} of {_size(cache.limit)}, in {cache.folder}"
-    return 0, facts, "\n".join((head, *lines, total))
+        return True, facts, [f"{cache.folder} {what}. Programs add their plans when they run."]
+    lines = [f"{'digest':12}  {'size':>8}  {'last use':>8}  operations: operands -> results; plan"]
+    shown = len(entries) if options.all else _SHOWN
+    for entry in entries[:shown]:
+        age = _age(time.time() - entry.used)
+        text = f"({entry.problem})" if entry.problem else _printable(entry.label) or "-"
+        lines.append(f"{entry.digest[:12]}  {_size(entry.size):>8}  {age:>8}  {text}")
+    if len(entries) > shown:
+        lines.append(f"{len(entries) - shown} more; --all lists them")
+    total = f"{_count(len(entries))}, {_size(size)} of {_size(cache.limit)}, in {cache.folder}"
+    return True, facts, [*lines, total]
 
 
 def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
@@ -134,56 +121,49 @@ def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         lines.append(f"{facts['deleted']} deleted")
     elif unusable:
         lines.append("They are ignored. --delete deletes them.")
-    total = f"{_entries(count)} checked, {len(unusable)} unusable, in {cache.folder}"
-    return int(bool(unusable)), facts, "\n".join((*lines, total))
+    total = f"{_count(count)} checked, {len(unusable)} unusable, in {cache.folder}"
+    return not unusable, facts, [*lines, total]
 
 
 def _clear(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     count, size, left = cache.clear()
     lines = [f"not deleted: {cache.folder / name}: {why}" for name, why in left.items()]
     text = f"{count} {'file' if count == 1 else 'files'} deleted, {_size(size)}, in {cache.folder}"
-    facts = {"deleted": count, "bytes": size, "left": left}
-    return int(bool(left)), facts, "\n".join((*lines, text))
+    return not left, {"deleted": count, "bytes": size, "left": left}, [*lines, text]
 
 
 def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     count, skipped = archive.export(cache, options.file)
     lines = [f"left out: {cache.folder / name}: {why}" for name, why in skipped.items()]
     size = options.file.stat().st_size
-    text = f"{_entries(count)} written to {options.file}, {_size(size)}"
+    text = f"{_count(count)} written to {options.file}, {_size(size)}"
     facts = {"exported": count, "bytes": size, "left out": skipped}
-    return int(bool(skipped)), facts, "\n".join((*lines, text))
+    return not skipped, facts, [*lines, text]
 
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     done = archive.import_(cache, options.file)
     lines = [f"rejected: {_printable(name)}: {why}" for name, why in done.refused.items()]
     lines.append(
-        f"{_entries(done.taken)} imported, {done.present} already present, "
+        f"{_count(done.taken)} imported, {done.present} already present, "
         f"{len(done.refused)} rejected, in {cache.folder}"
     )
     if done.lost:
-        lines.append(f"The archive is damaged: it had {_entries(done.lost)} more. Copy it again.")
-    return int(bool(done.refused or done.lost)), done._asdict(), "\n".join(lines)
+        lines.append(f"The archive is damaged: it had {_count(done.lost)} more. Copy it again.")
+    return not (done.refused or done.lost), done._asdict(), lines
 
 
 _ACTIONS = {
-    "list": _list,
-    "verify": _verify,
-    "clear": _clear,
-    "export": _export,
-    "import": _import,
+    "list": ("print digest, size, last use and graph of the most recently used entries", _list),
+    "verify": ("print unusable entries; exit with 1 if there are any", _verify),
+    "clear": ("delete all entries, but no other files", _clear),
+    "export": ("write all usable entries into one archive", _export),
+    "import": ("check the entries of an archive and add them", _import),
 }
 
 
-def _entries(count: int) -> str:
+def _count(count: int) -> str:
     return "1 entry" if count == 1 else f"{count} entries"
-
-
-def _text(entry: Entry) -> str:
-    if entry.problem:
-        return f"({entry.problem})"
-    return _printable(entry.label) or "-"
 
 
 def _printable(text: str) -> str:

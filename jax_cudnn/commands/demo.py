@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,19 +16,23 @@ import numpy as np
 
 from .. import ops
 from .._core.context import target
-from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
 from .._core.graph.trace import graph
 from .._core.package import install
 from .._core.plans.support import plan
-from ..doctor.facts import cuda_plugins
-from .comparison import compare
-from .figures import OURS
-from .progress import Progress
+from .bench import OURS, Progress
+from .facts import cuda_plugins
+from .timing import compare
 
 _CHANNELS = 32
 _SECONDS, _STEPS = 3.0, 300
-_WIDTH = 40
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of ``python -m jax_cudnn``."""
+    about = "rain a small classifier on real data and run it fused"
+    parser = commands.add_parser("demo", help=f"t{about}", description=f"T{about}.")
+    parser.set_defaults(run=run)
 
 
 @graph
@@ -54,12 +59,9 @@ def classify_plainly(parameters: dict[str, jax.Array], images: jax.Array) -> jax
     return x.reshape(len(x), -1) @ parameters["dense"][0] + parameters["dense_bias"][0]
 
 
-def demo() -> None:
+def run(options: argparse.Namespace) -> int:
     """Fits, classifies, compares and times; says what ran where, and what to do next."""
-    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
-        # Without a GPU the CUDA plugin only prints an error.
-        jax.config.update("jax_platforms", "cpu")
-    train, test = _digits()
+    train, (images, labels) = _digits()
     where = jax.devices()[0]
     print(f"device          {where.device_kind} ({where.platform}), jax {jax.__version__}")
 
@@ -67,13 +69,13 @@ def demo() -> None:
     parameters, steps = _fit(*train)
     print(f"fitted          {steps} steps in {time.perf_counter() - started:.1f} s")
 
-    images, labels = test
-    logits = jax.jit(classify)(parameters, images)
+    compiled = jax.jit(classify).lower(parameters, images).compile()
+    on_gpu = 'custom_call_target="jax_cudnn"' in (compiled.as_text() or "")
+    logits = compiled(parameters, images)
     plain = jax.jit(classify_plainly)(parameters, images)
     accuracy = float(jnp.mean(logits.argmax(-1) == labels))
     same = float(jnp.mean(logits.argmax(-1) == plain.argmax(-1)))
     difference = float(jnp.linalg.norm(logits - plain) / jnp.linalg.norm(plain))
-    on_gpu = _on_cuda(classify, parameters, images)
     print(f"classified      {len(labels)} digits, {'on cuDNN' if on_gpu else 'on the reference'}")
     print(f"accuracy        {accuracy:.1%}")
     print(f"plain JAX       {same:.1%} equal classes, relative difference {difference:.1e}")
@@ -83,39 +85,7 @@ def demo() -> None:
         for name, times in _times(parameters, images):
             print(f"  {name}\n{chart(times)}")
     print(f"next            {_advice(on_gpu)}")
-
-
-def _times(parameters: Any, images: jax.Array) -> Any:
-    """The demo's model and causal attention: ms per call of ours and of plain JAX."""
-    many = jnp.tile(images, (20, 1, 1, 1))
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2048, 16, 64), jnp.bfloat16)
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
-    ours = functools.partial(ops.dot_product_attention, is_causal=True)
-    for name, functions, operands in (
-        (f"{len(many)} digits", (classify, classify_plainly), (parameters, many)),
-        ("causal attention, bfloat16[4,2048,16,64]", (ours, plain), (q, k, v)),
-    ):
-        named: dict[str, Any] = dict(zip((OURS, "plain JAX"), functions, strict=True))
-        found = compare(named, *operands, tolerance=0.05, seconds=1.0)
-        yield name, {way: 1e3 * found.median(way) for way in found.seconds}
-
-
-def chart(times: Mapping[str, float]) -> str:
-    """A bar of text for each time."""
-    bar = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-    longest = max(times.values(), default=1.0)
-    return "\n".join(
-        f"    {name:<10} {ms:8.3f}  {bar * max(1, round(_WIDTH * ms / longest))}"
-        for name, ms in times.items()
-    )
-
-
-def _advice(on_gpu: bool) -> str:
-    """What to do next."""
-    text = 'accelerate your own model: "Quickstart" in README.md'
-    if not on_gpu and cuda_plugins() and "JAX_PLATFORMS" not in os.environ:
-        text += "; without a GPU, set JAX_PLATFORMS=cpu, or JAX prints an error at each start"
-    return text
+    return 0
 
 
 def _digits() -> Any:
@@ -157,24 +127,17 @@ def _fit(images: jax.Array, labels: jax.Array) -> tuple[dict[str, jax.Array], in
         return jax.tree.map(lambda p, m: p - 0.05 * m, parameters, momentum), momentum
 
     momentum = jax.tree.map(jnp.zeros_like, parameters)
-    progress = Progress()
-    progress("fitting: compiling a step")
     batch, steps, started = 200, 0, time.perf_counter()
-    while steps < _STEPS and time.perf_counter() - started < _SECONDS:
-        at = steps * batch % len(images)
-        chunk = slice(at, at + batch)
-        parameters, momentum = step(parameters, momentum, images[chunk], labels[chunk])
-        jax.block_until_ready(parameters)
-        steps += 1
-        progress(f"fitting: step {steps} of at most {_STEPS}")
-    progress.done()
+    with Progress() as progress:
+        progress("fitting: compiling a step")
+        while steps < _STEPS and time.perf_counter() - started < _SECONDS:
+            at = steps * batch % len(images)
+            chunk = slice(at, at + batch)
+            parameters, momentum = step(parameters, momentum, images[chunk], labels[chunk])
+            jax.block_until_ready(parameters)
+            steps += 1
+            progress(f"fitting: step {steps} of at most {_STEPS}")
     return parameters, steps
-
-
-def _on_cuda(function: Any, *arguments: Any) -> bool:
-    """Whether the compiled function holds our custom calls."""
-    program = jax.jit(function).lower(*arguments).compile().as_text()
-    return 'custom_call_target="jax_cudnn"' in (program or "")
 
 
 def _print_plans(parameters: dict[str, jax.Array], images: jax.Array, on_gpu: bool) -> None:
@@ -187,12 +150,43 @@ def _print_plans(parameters: dict[str, jax.Array], images: jax.Array, on_gpu: bo
     print("cuDNN plans     " + ("as run:" if on_gpu else "for an H200, built without a GPU:"))
     try:
         with target(None if on_gpu else "H200"):
-            plans = {
-                function.name: plan(function, *operands) for function, operands in calls.items()
-            }
+            plans = {f.name: plan(f, *operands) for f, operands in calls.items()}
     except LibraryError as error:
         print(f"  not built: {error}")
         return
     for name, built in plans.items():
-        print(f"  {name:<15} {built.engine}, workspace {built.workspace_bytes} bytes", end=", ")
-        print(f"first of {built.candidate_count} candidates")
+        text = f"{built.engine}, workspace {built.workspace_bytes} bytes"
+        print(f"  {name:<15} {text}, first of {built.candidate_count} candidates")
+
+
+def _times(parameters: Any, images: jax.Array) -> Iterator[tuple[str, dict[str, float]]]:
+    """The demo's model and causal attention: ms per call of ours and of plain JAX."""
+    many = jnp.tile(images, (20, 1, 1, 1))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2048, 16, 64), jnp.bfloat16)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+    ours = functools.partial(ops.dot_product_attention, is_causal=True)
+    for name, functions, operands in (
+        (f"{len(many)} digits", (classify, classify_plainly), (parameters, many)),
+        ("causal attention, bfloat16[4,2048,16,64]", (ours, plain), (q, k, v)),
+    ):
+        named: dict[str, Any] = dict(zip((OURS, "plain JAX"), functions, strict=True))
+        found = compare(named, *operands, tolerance=0.05, seconds=1.0)
+        yield name, {way: 1e3 * found.median(way) for way in found.seconds}
+
+
+def chart(times: Mapping[str, float]) -> str:
+    """A bar of text for each time."""
+    bar = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+    longest = max(times.values(), default=1.0)
+    return "\n".join(
+        f"    {name:<10} {ms:8.3f}  {bar * max(1, round(40 * ms / longest))}"
+        for name, ms in times.items()
+    )
+
+
+def _advice(on_gpu: bool) -> str:
+    """What to do next."""
+    text = 'accelerate your own model: "Quickstart" in README.md'
+    if not on_gpu and cuda_plugins() and "JAX_PLATFORMS" not in os.environ:
+        text += "; without a GPU, set JAX_PLATFORMS=cpu, or JAX prints an error at each start"
+    return text

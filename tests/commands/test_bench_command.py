@@ -13,9 +13,9 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import agreement
 from jax_cudnn._core.planning.cost import Cost
-from jax_cudnn.commands import comparison, programs, timing
-from jax_cudnn.commands.avals import parse_aval
+from jax_cudnn.commands import bench, timing
 from jax_cudnn.commands.bench import Formulation, compare
+from jax_cudnn.commands.functions import parse_aval
 
 QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}
 
@@ -30,6 +30,8 @@ def test_avals_are_parsed():
         ("bf16[8,64]", (8, 64), "bfloat16"),
         (" f8e4m3fn[128, 3] ", (128, 3), "float8_e4m3fn"),
         ("pred[2,]", (2,), "bool"),
+        ("s8[]", (), "int8"),
+        ("float32[3]", (3,), "float32"),
     ):
         aval = parse_aval(text)
         assert (aval.shape, aval.dtype.name) == (shape, dtype)
@@ -164,26 +166,30 @@ def test_prepare_and_finish_are_not_timed_and_what_fails_is_left_out(key):
 
 
 def test_docstring_example_runs():
-    found = doctest.testmod(comparison)
+    found = doctest.testmod(timing)
     assert (found.attempted > 0, found.failed) == (True, 0)
 
 
 def test_graphs_and_their_cost_are_found_inside_of_programs(key):
     x, w = jax.random.normal(key, (2, 1, 8, 8))
-    once = programs.graphs_cost(product, x, w)
+    once = bench.graphs_cost(product, x, w)
     assert once == Cost(2 * 8**3 + 8**2, 3 * 4 * 8**2)
 
     def repeated(x, w):
         body = lambda c, _: (jax.jit(product)(c, w), None)  # noqa: E731
         return jax.checkpoint(product)(jax.lax.scan(body, x, None, length=5)[0], w)
 
+    pinned = jc.graph(product.fn, implementation="cudnn")
+
     def model(x, w):
         h = jax.jit(lambda x: product(x, w) + jnp.sum(x))(x)
         return {"y": jax.checkpoint(lambda h: product(h * 2, w))(h), "w": w}
 
-    assert programs.graphs_cost(repeated, x, w) == once * 6
-    plain = programs.with_references(model)
-    assert [len(programs.graphs(f, x, w)) for f in (model, plain)] == [2, 0]
+    assert bench.graphs_cost(repeated, x, w) == once * 6
+    for function, count in ((model, 2), (repeated, 2), (pinned, 1)):  # also in a loop
+        found = bench.graphs(bench.in_xla(function), x, w)
+        assert [spec.options.implementation for spec, *_ in found] == ["xla"] * count
+    plain = bench.in_xla(model)
     got, want = plain(x, w), model(x, w)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     np.testing.assert_allclose(got["y"], want["y"], rtol=1e-5, atol=1e-5)

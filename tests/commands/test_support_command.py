@@ -11,7 +11,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.plans.support_value import MEASURED, PUBLIC, Support, SupportRow
-from jax_cudnn.commands import support as command
+from jax_cudnn.commands import functions
 
 
 def row(graph, gpu, reason=None):
@@ -34,7 +34,7 @@ def own(monkeypatch):
         rows = [row("relu", gpu, None if gpu == "H200" else "not supported") for gpu in gpus]
         return Support(tuple(rows), "9.28.0", "1.28.0")
 
-    monkeypatch.setattr(command, "support", support)
+    monkeypatch.setattr(functions, "support", support)
     return asked
 
 

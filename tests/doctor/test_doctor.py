@@ -109,7 +109,7 @@ def test_the_doctor_itself_loads_and_starts_nothing(tmp_path):
     code = """if True:
         from jax._src import xla_bridge
         from jax_cudnn._core.planning import frontend
-        from jax_cudnn.doctor.report import doctor
+        from jax_cudnn.commands.doctor import doctor
         doctor()
         assert not xla_bridge._backends
         assert not frontend.loaded_paths()

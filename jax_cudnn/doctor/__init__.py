@@ -1,1 +1,0 @@
-"""``python -m jax_cudnn doctor``: versions of everything, whether they fit, and what to do."""
