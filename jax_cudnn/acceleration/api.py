@@ -29,9 +29,6 @@ from .values import Equation
 KINDS = ("attention", "product", "convolution", "normalization")
 _CALL = "jax.grad(jc.accelerate(loss))"
 _FIX = f"put accelerate around the function that is differentiated, {_CALL}"
-_DIFFERENTIATED = (
-    f"this {{}} is differentiated inside of the function, which reads values in it: {_FIX}"
-)
 _MOST = 256  # shapes for which a function's regions are kept
 _ARRAY = object()  # in the place of an array among results
 
@@ -62,14 +59,13 @@ def accelerate(
     as a training step, attention is found with its derivative; the report says what else would be.
 
     Args:
-        fn: any function of arrays in pytrees, with results in pytrees. Other arguments, such as
-            ``train=True``, are passed as they are. A callable pytree, such as an Equinox module,
-            stays one: ``eqx.filter_jit(jc.accelerate(model))``.
+        fn: any function of arrays in pytrees, with results in pytrees. Other arguments are passed
+            as they are. A callable pytree, as an Equinox module, stays one:
+            ``eqx.filter_jit(jc.accelerate(model))``.
         only: the kind or kinds to look for; all by default.
         without: the kind or kinds to leave as they are.
         numerics: "fused": intermediate values are float32, and are rounded once, at the end.
-            "strict" keeps each rounding of the original: what rounds values to 16 bits inside is
-            left as it is.
+            "strict": what rounds values to 16 bits inside is left as it is.
 
     Returns: the function. Its ``report(*args)`` says what is found, where, and what became of it.
 
@@ -131,8 +127,8 @@ def accelerate(
 
 
 def _listed(kinds: Any) -> tuple[Any, ...]:
-    several = isinstance(kinds, Iterable) and not isinstance(kinds, (str, bytes))
-    return tuple(kinds) if several else (kinds,)
+    one = isinstance(kinds, (str, bytes)) or not isinstance(kinds, Iterable)
+    return (kinds,) if one else tuple(kinds)
 
 
 class Accelerated:
@@ -175,7 +171,7 @@ class Accelerated:
             found, *_ = self._found(args, kwargs, where)
             name = "" if where is None else placement.model(where)[0]
         title = getattr(self, "__name__", type(self._fn).__name__)
-        return _reported(title, name, found.program, found.missed, where is not None)
+        return _reported(title, name, found, where is not None)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         if owner is None:
@@ -234,9 +230,7 @@ class _Found(NamedTuple):
 def _refuse_modules(args: Any, kwargs: Any) -> None:
     """Raises GraphTypeError for a Flax NNX module among arguments."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    is_module = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    is_module = lambda x: nnx is not None and isinstance(x, nnx.Pytree)  # noqa: E731
     for module in filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module)):
         raise GraphTypeError(
             "a function in accelerate got a Flax NNX module",
@@ -256,11 +250,9 @@ def _flatten(fast: Accelerated) -> Any:
     return (fast._fn,), (None, fast._kinds, fast._strict)
 
 
-def _unflatten(aux: Any, children: Any) -> Accelerated:
-    return Accelerated(children[0] if children else aux[0], *aux[1:])
-
-
-jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    Accelerated, _flatten, lambda aux, fns: Accelerated(fns[0] if fns else aux[0], *aux[1:])
+)
 
 
 def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
@@ -298,7 +290,8 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
                     taken |= found.replaced
                     differentiated = inner.differentiated or found.is_differentiated
                     if differentiated and module is not attention:
-                        missed.append((found.first, _DIFFERENTIATED.format(found.kind)))
+                        why = f"this {found.kind} is differentiated inside of the function, which"
+                        missed.append((found.first, f"{why} reads values in it: {_FIX}"))
                     elif not (strict and found.rounds):
                         inner.add(found)
             except Exception as error:  # the function then runs as it was
@@ -341,9 +334,9 @@ class Found:
         "cuDNN", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}], "alone":
         {"products", "convolutions"}, "graphs"}``; a new dictionary each time.
 
-        ``times``: how often a run of the program computes it; ``gain``: XLA's time over cuDNN's,
-        measured or predicted, of the forward; ``alone``: how many products and convolutions are in
-        no region; ``graphs``: how many graphs of ours the function has itself."""
+        ``times``: how often a run computes it; ``gain``: XLA's time over cuDNN's, measured or
+        predicted, of the forward; ``alone``: how many products and convolutions are in no region;
+        ``graphs``: how many graphs of ours the function has itself."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -367,19 +360,19 @@ class Found:
     __repr__ = __str__
 
 
-def _reported(name: str, gpu: str, program: Program, missed: Missed, decided: bool) -> Found:
-    """The report of a program; equal regions of one line share a row."""
+def _reported(name: str, gpu: str, found: _Found, decided: bool) -> Found:
+    """The report of a function; equal regions of one line share a row."""
     rows, nearly = Counter[tuple[str, ...]](), Counter[tuple[str, str]]()
     times: dict[Equation, int] = {}
-    inside: set[Equation] = set()
-    for item, often in _repeated(program, 1):
+    inside = set[Equation]()
+    for item, often in _repeated(found.program, 1):
         if isinstance(item, Equation):
             times[item] = often
         else:
             runs = ("XLA" if item.outcome else "cuDNN") if decided else ""
             rows[item.kind, item.what, _at(item.first), runs, item.gain, item.outcome] += often
             inside |= item.replaced
-    for equation, why in missed:
+    for equation, why in found.missed:
         nearly[_at(equation), why] += times.get(equation, 1)
     left = [e for e in times if e not in inside and e.name in _ALONE.values()]
     hint = next((e for e in left if e.is_differentiated), None)
@@ -389,7 +382,7 @@ def _reported(name: str, gpu: str, program: Program, missed: Missed, decided: bo
     missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
     alone = {w: sum(times[e] for e in left if e.name == kind) for w, kind in _ALONE.items()}
     data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
-    return Found({**data, "graphs": sum(1 for _ in in_jaxpr(program.jaxpr))})
+    return Found({**data, "graphs": sum(1 for _ in in_jaxpr(found.program.jaxpr))})
 
 
 def _at(equation: Equation) -> str:

@@ -1,7 +1,7 @@
 """Attention in a program, by its meaning: two products around a softmax over the axis that the
 second one sums.
 
-:mod:`.softmax` says what every value that depends on the first product is, :mod:`.scores` what
+:mod:`.following` says what every value that depends on the first product is, :mod:`.scores` what
 stands between product and softmax. Order of axes, grouped queries and casts follow from the
 equations. :mod:`.derivative` finds its derivative in the same program.
 """
@@ -15,12 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops import dot_product_attention
-from .axes import Dims, Operand, Side, Unclear, side
 from .derivative import backward
+from .following import OUT, SCORES, Dims, Operand, Side, Softmax, Unclear, side
 from .program import Missed, Program
 from .region import Backward, Region
 from .scores import Roles, Scores, added, all_of, band, read, score_mod, sorted_out
-from .softmax import OUT, SCORES, Softmax
 from .values import Equation, Value, between, free_dims, number, renamed
 
 _USED = (

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .axes import Dims, Operand, Side, Unclear, moved, rooted
+from .following import OUT, ROW, SUM, Dims, Operand, Side, Softmax, Unclear, moved, rooted
 from .program import Program
 from .region import Backward
 from .sampled import REDUCTIONS, Leaf, Part, check
-from .softmax import OUT, ROW, SUM, Softmax
 from .values import CASTS, ELEMENTWISE, LAYOUT, Equation, Value, between, free_dims, number, renamed
 
 _NEW = "?"
@@ -78,8 +77,7 @@ def backward(
     known = [softmax.states[v] for v in made if v in softmax.states]
     if {mask for state in known for mask in state.zeroed} - result.zeroed:
         raise Unclear("probabilities that are 0 in its gradient alone")
-    sums = softmax.all_of(SUM)
-    compared = (e for e in order if e.outs[0].dtype == bool)
+    sums, compared = softmax.all_of(SUM), [e for e in order if e.outs[0].dtype == bool]
     part = Part(
         equations=[softmax.product, *order],
         forward=forward,

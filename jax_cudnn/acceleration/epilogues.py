@@ -16,7 +16,7 @@ import numpy as np
 
 from ..ops import conv, conv_transpose, matmul
 from ..ops.attention.score_mod.value import unwatched
-from .axes import Side, side
+from .following import Side, side
 from .program import Missed, Program
 from .region import Region
 from .values import (

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops import layer_norm, rms_norm
-from .axes import Dims, Follower, Side, State, Unclear, narrowed
+from .following import Dims, Follower, Side, State, Unclear, narrowed
 from .program import Missed, Program
 from .region import Region
 from .values import LAYOUT, Equation, Value, between, number

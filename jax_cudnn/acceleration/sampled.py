@@ -10,8 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .axes import Dims, Unclear
-from .softmax import HIDING
+from .following import HIDING, Dims, Unclear
 from .values import LAYOUT, Equation, Value, elementwise, laid_out, number, renamed
 
 REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}

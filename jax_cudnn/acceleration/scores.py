@@ -14,8 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .axes import Dims, Side, Unclear, narrowed, rooted, side
-from .softmax import HIDING
+from .following import HIDING, Dims, Side, Unclear, narrowed, rooted, side
 from .values import (
     ELEMENTWISE,
     LAYOUT,
