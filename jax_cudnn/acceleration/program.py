@@ -98,7 +98,8 @@ class Program:
         """Whether a function with a derivative of its own is replaced in part."""
         replaced = region.replaced
         calls = {call for e in replaced for call in e.own_calls}
-        others = (e for e in self.equations if e not in replaced and calls.intersection(e.calls))
+        others = (e for e in self.equations if e.calls and e not in replaced) if calls else ()
+        others = (e for e in others if not calls.isdisjoint(e.calls))
         return any(not value.is_known for e in others for value in e.outs)
 
     def used_outside(self, region: set[Equation], value: Value) -> bool:

@@ -30,6 +30,7 @@ from .values import ELEMENTWISE, LAYOUT, Call, Equation, Value, run_together
 
 log = logging.getLogger("jax_cudnn")
 Site = Profile | CudaDevice
+_CHEAP = {*ELEMENTWISE, *LAYOUT, "iota", "slice"}
 NO_BACKWARD = (
     "cuDNN has no backward of attention in float32; cast queries, keys and values to bfloat16"
 )
@@ -89,7 +90,7 @@ class Region:
                 made = value.made_by
                 if value in given or value.known is not None or made in everything:
                     continue
-                if made is not None and made.name in (*ELEMENTWISE, *LAYOUT, "iota", "slice"):
+                if made is not None and made.name in _CHEAP:
                     everything.add(made)
                     todo.append(made)
                 else:

@@ -323,9 +323,10 @@ def _compared(mask: Side, roles: Roles) -> Seen | None:
     if made is None or made.name not in _TURNED or mask.value.dtype != bool:
         return None
     name, operands, less = made.name, [side(v, mask.dims) for v in made.ins], 0.0
+    terms: list[Side] = []
     difference, by = operands[0].value.made_by, number(made.ins[1])
     if by is not None and difference is not None and difference.name == "sub":
-        operands = [side(v, operands[0].dims) for v in difference.ins]
+        operands = terms = [side(v, operands[0].dims) for v in difference.ins]
         less = by  # f - g >= c is f - c >= g
     along = [one.axes for one in operands]
     if along == [{roles.key}, {roles.query}]:
@@ -334,6 +335,11 @@ def _compared(mask: Side, roles: Roles) -> Seen | None:
         return None
     if not all(np.issubdtype(one.value.dtype, np.integer) for one in operands):
         return None
+    if terms:
+        held = np.iinfo(terms[0].value.dtype)
+        f, g = (array(one.value).astype(np.int64) for one in terms)
+        if f.min() - g.max() < held.min or f.max() - g.min() > held.max:
+            return None  # the difference wraps
     query, key = (array(one.value).reshape(-1).astype(np.int64) for one in operands)
     query = query - int(less)
     if np.any(np.diff(key) <= 0):

@@ -315,7 +315,8 @@ def number(value: Value) -> float | None:
     """A value that is one known number in all places."""
     if any(value.varies) or not value.is_known or value.dtype.kind not in _NUMBERS:
         return None
-    return float(array(value).reshape(()).astype("float64"))
+    found = array(value) if value.shape or value.known is None else value.known
+    return float(np.asarray(found, value.dtype).reshape(()).astype("float64"))
 
 
 def _ranges(value: Value) -> Block:

@@ -411,6 +411,20 @@ def test_scores_that_are_rounded_to_integers_stay():
     assert not found(attention, *arrays(*[(B, T, N, H)] * 3))[0]
 
 
+def test_differences_of_positions_that_wrap():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    for dtype, least, off in (("uint32", 0, 0), ("int8", 3, 120)):
+
+        def attention(q, k, v, dtype=dtype, least=least, off=off):
+            at = jax.lax.iota(dtype, T)
+            far, near = jnp.asarray(off, dtype), jnp.asarray(off // 6, dtype)
+            mask = (at[:, None] + far) - (at - near) >= least
+            s = jnp.einsum("bthd,bshd->bhts", q, k)
+            return jnp.einsum("bhts,bshd->bthd", weights(s, mask, least=-1e9), v)
+
+        check(attention, q, k, v)
+
+
 def test_a_reshape_that_turns_dimensions_is_no_other_shape():
     q, k, v, bias = arrays(*[(B, T, N, H)] * 3, (T, T))
 
