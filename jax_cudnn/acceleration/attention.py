@@ -163,10 +163,8 @@ def operand(value: Value, dims: Dims, repeats: bool) -> Operand:
             factor = factor * numbers[0] if made.name == "mul" else factor / numbers[0]
             (value,) = arrays
         elif made.name == "transpose":
-            value, dims = (
-                first,
-                tuple(dims[made.params["permutation"].index(i)] for i in range(len(dims))),
-            )
+            order = made.params["permutation"]
+            value, dims = first, tuple(dims[order.index(i)] for i in range(len(dims)))
         elif repeats and made.name == "reshape" and (found := _repeated(made, dims)) is not None:
             (value, dims, repeated), repeats = found, False
         else:
