@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +16,21 @@ import numpy as np
 
 from .._core import compat, context
 from .._core.errors import GraphTypeError, nearest, shown
+from .._core.graph.source import users_place
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
-from . import attention, choice, epilogues, norms, report
+from .._core.plans.collect import in_jaxpr
+from .._core.plans.table import aligned
+from . import attention, epilogues, norms, region
 from .program import Missed, Program
-from .report import Found
+from .region import FAILED, NO_BACKWARD, Site, log
 from .values import Equation
 
 KINDS = ("attention", "product", "convolution", "normalization")
-_DIFFERENTIATED = (
-    f"this {{}} is differentiated inside of the function, which reads values in it: {report.FIX}"
-)
+_CALL = "jax.grad(jc.accelerate(loss))"
+_FIX = f"put accelerate around the function that is differentiated, {_CALL}"
 _MOST = 256  # shapes for which a function's regions are kept
+_ARRAY = object()  # in the place of an array among results
 
 
 def accelerate(
@@ -48,20 +54,18 @@ def accelerate(
     - "normalization": layer and RMS norms over the last dimensions, with their parameters.
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
-    ``shard_map``, also as a decorator. Put it around the function that is differentiated
-    (``jax.grad(jc.accelerate(loss))``), so that forward and backward are replaced together. In a
-    function that differentiates itself, as a whole training step, attention is found with its
-    derivative; the report says what else would be.
+    ``shard_map``. Put it around the function that is differentiated, ``jax.grad(jc.accelerate(
+    loss))``, so that forward and backward are replaced together. In one that differentiates itself,
+    as a training step, attention is found with its derivative; the report says what else would be.
 
     Args:
-        fn: any function of arrays in pytrees, with results in pytrees. Other arguments, such as
-            ``train=True`` or a string, are passed as they are. A callable pytree, such as an
-            Equinox module, stays one: ``eqx.filter_jit(jc.accelerate(model))``.
+        fn: any function of arrays in pytrees, with results in pytrees. Other arguments are passed
+            as they are. A callable pytree, as an Equinox module, stays one:
+            ``eqx.filter_jit(jc.accelerate(model))``.
         only: the kind or kinds to look for; all by default.
         without: the kind or kinds to leave as they are.
         numerics: "fused": intermediate values are float32, and are rounded once, at the end.
-            "strict" keeps each rounding of the original: what rounds values to 16 bits inside is
-            left as it is.
+            "strict": what rounds values to 16 bits inside is left as it is.
 
     Returns: the function. Its ``report(*args)`` says what is found, where, and what became of it.
 
@@ -108,23 +112,23 @@ def accelerate(
             got=shown(numerics),
             fix="'fused' rounds once, at the end; 'strict' as your operations do",
         )
-    asked, left = map(_listed, (only, without))
-    for name, given in (("only", asked), ("without", left)):
-        for kind in given or ():
-            if kind not in KINDS:
-                raise GraphTypeError(
-                    f"{name} of accelerate got an unknown kind",
-                    expected=f"of {', '.join(map(repr, KINDS))}, one or several",
-                    got=shown(kind),
-                    fix=nearest(kind, KINDS, f"leave {name} out to look for all"),
-                )
-    kinds = [k for k in KINDS if (asked is None or k in asked) and k not in (left or ())]
-    return Accelerated(fn, tuple(kinds), numerics == "strict")
+    asked = KINDS if only is None else _listed(only)
+    left = () if without is None else _listed(without)
+    for name, kind in [*(("only", kind) for kind in asked), *(("without", kind) for kind in left)]:
+        if kind not in KINDS:
+            raise GraphTypeError(
+                f"{name} of accelerate got an unknown kind",
+                expected=f"of {', '.join(map(repr, KINDS))}, one or several",
+                got=shown(kind),
+                fix=nearest(kind, KINDS, f"leave {name} out to look for all"),
+            )
+    kinds = tuple(kind for kind in KINDS if kind in asked and kind not in left)
+    return Accelerated(fn, kinds, numerics == "strict")
 
 
-def _listed(kinds: Any) -> tuple[Any, ...] | None:
-    several = isinstance(kinds, Iterable) and not isinstance(kinds, (str, bytes))
-    return None if kinds is None else tuple(kinds) if several else (kinds,)
+def _listed(kinds: Any) -> tuple[Any, ...]:
+    one = isinstance(kinds, (str, bytes)) or not isinstance(kinds, Iterable)
+    return (kinds,) if one else tuple(kinds)
 
 
 class Accelerated:
@@ -134,8 +138,7 @@ class Accelerated:
         self._fn, self._kinds, self._strict = fn, kinds, strict
         self._known: dict[Any, Any] = {}
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
-            value = getattr(fn, name, None)
-            if isinstance(value, str):
+            if isinstance(value := getattr(fn, name, None), str):
                 setattr(self, name, value)
 
     @property
@@ -144,7 +147,7 @@ class Accelerated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_modules(args, kwargs)
-        where = choice.site()
+        where = region.site()
         if where is not None:
             found, arrays, is_new = self._found(args, kwargs, where)
             if found.program.holds_regions or is_new:  # so that it is not traced twice
@@ -164,11 +167,11 @@ class Accelerated:
         Raises: what tracing the function raises; TargetError: there is no such GPU.
         """
         with context.target(gpu) if gpu is not None else contextlib.nullcontext():
-            where = choice.site()
+            where = region.site()
             found, *_ = self._found(args, kwargs, where)
             name = "" if where is None else placement.model(where)[0]
         title = getattr(self, "__name__", type(self._fn).__name__)
-        return report.found(title, name, found.program, found.missed, where is not None)
+        return _reported(title, name, found, where is not None)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         if owner is None:
@@ -183,9 +186,7 @@ class Accelerated:
     def __repr__(self) -> str:
         return f"<accelerated {getattr(self, '__name__', self._fn)}>"
 
-    def _found(
-        self, args: Any, kwargs: Any, where: choice.Site | None
-    ) -> tuple[_Found, list[Any], bool]:
+    def _found(self, args: Any, kwargs: Any, where: Site | None) -> tuple[_Found, list[Any], bool]:
         """What is found in a call, decided for a GPU; the arrays of the call; and whether the
         function was traced for it, and its program is that trace."""
         leaves, structure = jax.tree.flatten((self._fn, args, kwargs))
@@ -201,16 +202,19 @@ class Accelerated:
         is_new = False
         if found is None:
             closed, results, tree = _traced(self._fn, leaves, places, structure, avals)
-            as_it_is = any(map(_is_symbolic, avals)) or not all(map(_is_plain, results))
-            kinds = () if as_it_is else self._kinds
-            program, missed = search(closed, kinds, self._strict)
-            is_new = not as_it_is and program.jaxpr is closed.jaxpr
+            sizes = (n for aval in avals for n in getattr(aval, "shape", ()))
+            fixed = all(isinstance(n, int) for n in sizes)  # else known in a run alone
+            fits = fixed and all(map(_is_plain, results))
+            program, missed = search(closed, self._kinds if fits else (), self._strict)
+            is_new = fits and program.jaxpr is closed.jaxpr
             if where is not None:
-                choice.decide(program, where)
+                region.decide((r for p in program.programs for r in p.found), where)
+                for inner in program.programs:
+                    inner.regions = [r for r in inner.found if not r.outcome]
             found = _Found(program, missed, closed.consts, results, tree)
+            if len(self._known) >= _MOST:
+                self._known.clear()
             if key is not None and not closed.consts:  # which the function may read anew
-                if len(self._known) >= _MOST:
-                    self._known.clear()
                 self._known[key] = found
         return found, arrays, is_new
 
@@ -219,30 +223,24 @@ class _Found(NamedTuple):
     program: Program
     missed: Missed
     consts: list[Any]
-    results: list[Any]
-    """The leaves of the results: ``_ARRAY``, or what is no array."""
+    results: list[Any]  # leaves: ``_ARRAY``, or what is no array
     tree: Any
-
-
-_ARRAY = object()
 
 
 def _refuse_modules(args: Any, kwargs: Any) -> None:
     """Raises GraphTypeError for a Flax NNX module among arguments."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is not None:
-        is_module = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_module):
-            if is_module(leaf):
-                raise GraphTypeError(
-                    "a function in accelerate got a Flax NNX module",
-                    expected="arrays in pytrees, as the nnx.State of a module",
-                    got=type(leaf).__name__,
-                    why="a module changes its own state, as batch norm and an optimizer do, which "
-                    "a traced function may not",
-                    fix="graph, state = nnx.split(module), pass state, and return "
-                    "nnx.state(module) with the results; or jax_cudnn.flax.accelerate(model)",
-                )
+    is_module = lambda x: nnx is not None and isinstance(x, nnx.Pytree)  # noqa: E731
+    for module in filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module)):
+        raise GraphTypeError(
+            "a function in accelerate got a Flax NNX module",
+            expected="arrays in pytrees, as the nnx.State of a module",
+            got=type(module).__name__,
+            why="a module changes its own state, as batch norm and an optimizer do, which a traced "
+            "function may not",
+            fix="graph, state = nnx.split(module), pass state, and return nnx.state(module) with "
+            "the results; or jax_cudnn.flax.accelerate(model)",
+        )
 
 
 def _flatten(fast: Accelerated) -> Any:
@@ -252,12 +250,9 @@ def _flatten(fast: Accelerated) -> Any:
     return (fast._fn,), (None, fast._kinds, fast._strict)
 
 
-def _unflatten(aux: Any, children: Any) -> Accelerated:
-    fn, kinds, strict = aux
-    return Accelerated(children[0] if children else fn, kinds, strict)
-
-
-jax.tree_util.register_pytree_node(Accelerated, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    Accelerated, _flatten, lambda aux, fns: Accelerated(fns[0] if fns else aux[0], *aux[1:])
+)
 
 
 def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
@@ -285,21 +280,22 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
     try:
         program = Program(closed.jaxpr, closed.consts, ())
     except Exception as error:
-        choice.log.warning(choice.FAILED, "read the function's jaxpr", exc_info=error)
+        log.warning(FAILED, "read the function's jaxpr", exc_info=error)
         program = Program(closed.jaxpr.replace(eqns=[], outvars=[]), closed.consts, ())
     for inner in program.programs:
         taken: set[Equation] = set()
         for module in (attention, epilogues, norms):
             try:
-                for region in module.find(inner, kinds, taken, missed):
-                    if module is not attention and (
-                        inner.differentiated or region.is_differentiated
-                    ):
-                        missed.append((region.first, _DIFFERENTIATED.format(region.kind)))
-                    elif not (strict and region.rounds):
-                        inner.add(region)
+                for found in module.find(inner, kinds, taken, missed):
+                    taken |= found.replaced
+                    differentiated = inner.differentiated or found.is_differentiated
+                    if differentiated and module is not attention:
+                        why = f"this {found.kind} is differentiated inside of the function, which"
+                        missed.append((found.first, f"{why} reads values in it: {_FIX}"))
+                    elif not (strict and found.rounds):
+                        inner.add(found)
             except Exception as error:  # the function then runs as it was
-                choice.log.warning(choice.FAILED, f"look at {module.__name__}", exc_info=error)
+                log.warning(FAILED, f"look at {module.__name__}", exc_info=error)
     return program, missed
 
 
@@ -319,6 +315,85 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is _ARRAY or isinstance(leaf, (str, bytes, bool, int, float, complex, np.generic))
 
 
-def _is_symbolic(aval: Any) -> bool:
-    """Whether a dimension is known in a run alone, as in an export for any batch."""
-    return not all(isinstance(size, int) for size in getattr(aval, "shape", ()))
+# -- the report ------------------------------------------------------------------------------------
+
+_FIELDS = ("kind", "what", "at", "runs_on", "gain", "why")
+_ALONE = {"products": "dot_general", "convolutions": "conv_general_dilated"}
+_HEADER = ("kind", "what", "at", "times", "runs on", "gain", "why")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The regions of a function, and what is nearly one; prints as a table. ``data``: as
+    :meth:`to_json` gives it."""
+
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
+        "cuDNN", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}], "alone":
+        {"products", "convolutions"}, "graphs"}``; a new dictionary each time.
+
+        ``times``: how often a run computes it; ``gain``: XLA's time over cuDNN's, measured or
+        predicted, of the forward; ``alone``: how many products and convolutions are in no region;
+        ``graphs``: how many graphs of ours the function has itself."""
+        return json.loads(json.dumps(self.data))
+
+    def __str__(self) -> str:
+        regions = self.data["regions"]
+        rows = [tuple(str(r[name.replace(" ", "_")]) for name in _HEADER) for r in regions]
+        on = Counter(r["runs_on"] for r in regions if r["runs_on"])
+        where = f" for {self.data['gpu']}" if self.data["gpu"] else ""
+        counts = ", ".join(f"{n} on {who}" for who, n in on.items())
+        lines = [f"{self.data['function']}{where}: {len(regions)} found{': ' * bool(on)}{counts}"]
+        lines += aligned([_HEADER, *rows], len(_HEADER)) if rows else []
+        lines += [f"nearly, at {m['at']}: {m['why']}" for m in self.data["missed"]]
+        if any(r["what"].startswith("float32 q") and r["runs_on"] != "XLA" for r in regions):
+            lines.append(f"where it is differentiated, XLA runs it: {NO_BACKWARD}")
+        if count := self.data["graphs"]:
+            lines.append(f"written with jax_cudnn already: {count} graph{'s' * (count > 1)}")
+        left = [(n, what) for what, n in self.data["alone"].items() if n]
+        if alone := [f"{n} {what if n > 1 else what[:-1]}" for n, what in left]:
+            lines.append(f"alone, as XLA runs them: {' and '.join(alone)}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _reported(name: str, gpu: str, found: _Found, decided: bool) -> Found:
+    """The report of a function; equal regions of one line share a row."""
+    rows, nearly = Counter[tuple[str, ...]](), Counter[tuple[str, str]]()
+    times: dict[Equation, int] = {}
+    inside = set[Equation]()
+    for item, often in _repeated(found.program, 1):
+        if isinstance(item, Equation):
+            times[item] = often
+        else:
+            runs = ("XLA" if item.outcome else "cuDNN") if decided else ""
+            rows[item.kind, item.what, _at(item.first), runs, item.gain, item.outcome] += often
+            inside |= item.replaced
+    for equation, why in found.missed:
+        nearly[_at(equation), why] += times.get(equation, 1)
+    left = [e for e in times if e not in inside and e.name in _ALONE.values()]
+    hint = next((e for e in left if e.is_differentiated), None)
+    if hint is not None and not any(_CALL in why for _, why in nearly):
+        nearly[_at(hint), f"the function differentiates itself: {_FIX}"] = 1
+    regions = [{**dict(zip(_FIELDS, row, strict=True)), "times": n} for row, n in rows.items()]
+    missing = [{"at": at, "times": n, "why": why} for (at, why), n in nearly.items()]
+    alone = {w: sum(times[e] for e in left if e.name == kind) for w, kind in _ALONE.items()}
+    data = {"function": name, "gpu": gpu, "regions": regions, "missed": missing, "alone": alone}
+    return Found({**data, "graphs": sum(1 for _ in in_jaxpr(found.program.jaxpr))})
+
+
+def _at(equation: Equation) -> str:
+    return users_place(compat.user_frames(equation.written))
+
+
+def _repeated(program: Program, times: int) -> Iterator[tuple[region.Region | Equation, int]]:
+    """Regions and equations of a program and those inside, and how often each runs."""
+    yield from ((found, times) for found in program.found)
+    for equation in program.equations:
+        yield equation, times
+        turns = equation.params["length"] if equation.name == "scan" else 1
+        for inner in equation.inner.values():
+            yield from _repeated(inner, times * turns)

@@ -1,30 +1,26 @@
 """Attention in a program, by its meaning: two products around a softmax over the axis that the
 second one sums.
 
-:mod:`.softmax` says what every value that depends on the first product is. Order of axes, grouped
-queries and casts follow from the equations; what stands between product and softmax is read by
-:mod:`.scores`.
+:mod:`.following` says what every value that depends on the first product is, :mod:`.scores` what
+stands between product and softmax. Order of axes, grouped queries and casts follow from the
+equations. :mod:`.derivative` finds its derivative in the same program.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..ops import dot_product_attention
 from .derivative import backward
-from .known import is_known
-from .masks import Positions, Seen, band, conjuncts, lengths
-from .operands import Operand, operand
+from .following import OUT, SCORES, Dims, Operand, Side, Softmax, Unclear, side
 from .program import Missed, Program
-from .region import Region
-from .scores import Dims, Scores, Side, Unclear, added, all_of, narrowed, read, score_mod, unwidened
-from .softmax import OUT, SCORES, Follower, State
-from .values import Equation, Value, between, free_dims
+from .region import Backward, Region
+from .scores import Roles, Scores, added, all_of, band, read, score_mod, sorted_out
+from .values import Equation, Value, between, free_dims, number, renamed
 
 _USED = (
     "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
@@ -32,53 +28,23 @@ _USED = (
 )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Attention: operands, the axes of the scores by role, and what modifies the scores."""
-
-    q: Operand
-    k: Operand
-    v: Operand
-    sizes: tuple[int, ...]
-    batch: tuple[int, ...]
-    heads: tuple[int, ...]
-    groups: tuple[int, ...]
-    query: int
-    key: int
-    of_query: int
-    """The side of the product that has the queries."""
-
-    def size(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.sizes[a] for a in axes)
-
-    def order(self, along: int, heads_first: bool) -> list[int]:
-        """The axes of an operand of queries or keys."""
-        heads = *self.heads, *self.groups
-        return [*self.batch, *heads, along] if heads_first else [*self.batch, along, *heads]
-
-
 def find(
     program: Program, kinds: Collection[str], taken: set[Equation], missed: Missed
-) -> list[Region]:
+) -> Iterator[Region]:
     """The attention of a program; ``missed`` gets what is nearly one."""
-    regions: list[Region] = []
-    if "attention" not in kinds:
-        return regions
-    for equation in _before_exponentials(program):
+    for equation in _before_exponentials(program) if "attention" in kinds else ():
         if equation in taken:
             continue
-        follower = Follower(equation)
-        if not follower.dropped and OUT not in {s.kind for s in follower.states.values()}:
+        softmax = Softmax(equation)
+        if not softmax.dropped and not softmax.all_of(OUT):
             continue
         try:
-            region = _region(program, follower)
+            region = _region(program, softmax)
         except Unclear as why:
             missed.append((equation, str(why)))
             continue
         if not region.replaced & taken:
-            taken |= region.replaced
-            regions.append(region)
-    return regions
+            yield region
 
 
 def _before_exponentials(program: Program) -> list[Equation]:
@@ -94,307 +60,254 @@ def _before_exponentials(program: Program) -> list[Equation]:
     return [*reversed(found)]
 
 
-def _region(program: Program, follower: Follower) -> Region:
-    outs = [v for v, s in follower.states.items() if s.kind == OUT]
+def _region(program: Program, softmax: Softmax) -> Region:
+    outs, product = softmax.all_of(OUT), softmax.product
     if not outs:
-        raise Unclear(*follower.dropped[:1])
-    last = min(outs, key=lambda v: v.made_by.at if v.made_by else 0)
-    while not program.is_read(last) and len(last.users) == 1:
-        after = last.users[0].outs
-        if len(after) != 1 or after[0] not in outs:
-            break
-        (last,) = after
-    last = unwidened(last, follower.product.ins[0].dtype, follower.states)
-    equations = between(last, follower.states.__contains__)
+        raise Unclear(*softmax.dropped[:1])
+    last = program.last_of(outs, product.ins[0].dtype)
+    equations = between(last, softmax.states.__contains__)
     inside = {v for e in equations for v in e.outs} - {last}
     read_elsewhere = [v for v in inside if program.used_outside(equations, v)]
-    state = follower.states[last]
+    state = softmax.states[last]
     assert state.of is not None
-    assert state.axis is not None
-    dims_of = {v: s.dims for v, s in follower.states.items() if s.kind == SCORES}
-    found, derivative = _roles(follower, state.axis, not read_elsewhere), None
-    scores = read(state.of, follower.product.outs[0], dims_of)
+    dims_of = {v: softmax.states[v].dims for v in softmax.all_of(SCORES)}
+    roles, operands = _operands(softmax, state.axis, not read_elsewhere)
+    scores = read(state.of, product.outs[0], dims_of)
     scores.masks += [Side(mask, dims, negated=not kept) for mask, dims, kept in state.hidden]
     scores.infinite |= bool(state.hidden)
+    derivative = None
     if read_elsewhere:
-        operands = found.q, found.k, found.v
-        biases = [*enumerate(scores.biases, len(operands))]
         try:
-            derivative = backward(
-                program, follower, equations, last, found.of_query, operands, biases
-            )
+            derivative = backward(program, softmax, equations, last, operands, scores.biases)
         except Unclear as why:
-            kinds = sorted(follower.states[v].kind for v in read_elsewhere)
+            kinds = sorted(softmax.states[v].kind for v in read_elsewhere)
             raise Unclear(f"{_USED.format(kinds[0])} ({why})") from None
-    region = _built(found, scores, dims_of, follower, equations, last, state)
-    if derivative is not None:
-        region.backward, region.what = derivative, f"{region.what}, and its gradient"
-    return region
+    return _built(roles, operands, scores, dims_of, softmax, equations, last, derivative)
 
 
-def _roles(follower: Follower, key: int, repeats: bool) -> _Found:
-    product, second = follower.product, follower.second
+# -- queries, keys and values ----------------------------------------------------------------------
+
+
+def _operands(softmax: Softmax, key: int | None, repeats: bool) -> tuple[Roles, list[Operand]]:
+    """The roles of the axes; queries, keys and values, with ``repeats`` before these two were
+    repeated."""
+    product, second = softmax.product, softmax.second
     assert second is not None
-    free, count = free_dims(product), len(product.params["dimension_numbers"][1][0])
-    axes = [
-        [*range(count, count + len(free[0]))],
-        [*range(count + len(free[0]), count + len(free[0]) + len(free[1]))],
-    ]
+    (contract, batch), free = product.params["dimension_numbers"], free_dims(product)
+    count, sizes = len(batch[0]), dict[Any, int](enumerate(product.outs[0].shape))
+    axes = [*range(count, count + len(free[0]))], [*range(count + len(free[0]), len(sizes))]
     of_key = 0 if key in axes[0] else 1
-    if key not in axes[of_key]:
+    if key is None or key not in axes[of_key]:
         raise Unclear("the softmax is over an axis that both operands of the product have")
-    sizes = product.outs[0].shape
     if any(sizes[a] != 1 for a in axes[of_key] if a != key):
         raise Unclear("the keys have several dimensions")
-    of_query = 1 - of_key
-    rows = [a for a in axes[of_query] if sizes[a] != 1] or axes[of_query][-1:]
-    k, q = (operand(product.ins[i], repeats and i == of_key) for i in (of_key, of_query))
-    side = next(i for i, v in enumerate(second.ins) if v in follower.states)
-    v = operand(second.ins[1 - side], repeats)
+    rows = [a for a in axes[1 - of_key] if sizes[a] != 1] or axes[1 - of_key][-1:]
     if not rows:
         raise Unclear("there is no dimension of queries")
-    masked = _masked_axes(follower)
+    masked = _masked_axes(softmax)
     query = max(rows, key=lambda a: (a in masked, sizes[a], a))
+    heads = (count - 1,) if count > 1 else ()
     groups = tuple(a for a in rows if a != query)
-    batches, heads = (*range(count),), ()
-    if count > 1:
-        batches, heads = batches[:-1], batches[-1:]
-    return _Found(q, k, v, sizes, batches, heads, groups, query, key, of_query)
+
+    def named(value: Value, *places: tuple[Sequence[int], Sequence[Any]]) -> Dims:
+        dims: list[Any] = [None] * len(value.shape)
+        for where, names in places:
+            for axis, name in zip(where, names, strict=True):
+                dims[axis] = name
+        sizes.update((d, n) for d, n in zip(dims, value.shape, strict=True) if type(d) is tuple)
+        return tuple(dims)
+
+    found = []
+    for i in (1 - of_key, of_key):
+        x, features = product.ins[i], [("H", j) for j in range(len(contract[i]))]
+        dims = named(x, (batch[i], range(count)), (free[i], axes[i]), (contract[i], features))
+        found.append(operand(x, dims, repeats and i == of_key))
+    side = next(i for i, v in enumerate(second.ins) if v in softmax.states)
+    probabilities, x = softmax.states[second.ins[side]].dims, second.ins[1 - side]
+    pairs = [
+        (pair[1 - side], [probabilities[axis] for axis in pair[side]])
+        for pair in second.params["dimension_numbers"]
+    ]
+    own = free_dims(second)[1 - side]
+    dims = named(x, *pairs, (own, [("E", j) for j in range(len(own))]))
+    found.append(operand(x, dims, repeats))
+    return Roles(sizes, (*range(count - len(heads)),), heads, groups, query, key), found
 
 
-def _masked_axes(follower: Follower) -> set[Any]:
+def _masked_axes(softmax: Softmax) -> set[Any]:
     """Axes of the scores along which known masks vary."""
     found: set[Any] = set()
-    for value, state in follower.states.items():
+    for value in softmax.all_of(SCORES):
         made = value.made_by
-        if state.kind == SCORES and made is not None and made is not follower.product:
+        if made is not None and made is not softmax.product:
             for v in made.ins:
-                if v.shape and v not in follower.states and is_known(v):
-                    found |= {*narrowed(v, state.dims)[1]} - {None}
+                if v.shape and v not in softmax.states and v.is_known:
+                    found |= side(v, softmax.states[value].dims).axes
     return found
 
 
+def operand(value: Value, dims: Dims, repeats: bool) -> Operand:
+    """What a value with these dims is; with ``repeats``, before heads were repeated."""
+    given, given_dims, factor, repeated = value, dims, 1.0, {}
+    while (made := value.made_by) is not None:
+        first = made.ins[0] if made.ins else value
+        if made.name == "convert_element_type" and _is_wider(value, first):
+            value = first
+        elif made.name in ("mul", "div") and value.shape:
+            arrays = [v for v in made.ins if number(v) is None]
+            numbers = [n for v in made.ins if (n := number(v)) is not None]
+            if len(arrays) != 1 or not numbers or arrays[0].shape != value.shape:
+                break
+            if made.name == "div" and (arrays[0] is not first or not numbers[0]):
+                break
+            factor = factor * numbers[0] if made.name == "mul" else factor / numbers[0]
+            (value,) = arrays
+        elif made.name == "transpose":
+            order = made.params["permutation"]
+            value, dims = first, tuple(dims[order.index(i)] for i in range(len(dims)))
+        elif repeats and made.name == "reshape" and (found := _repeated(made, dims)) is not None:
+            (value, dims, repeated), repeats = found, False
+        else:
+            break
+    return Operand(given, given_dims, value, dims, factor, repeated)
+
+
+def _is_wider(wide: Value, narrow: Value) -> bool:
+    floats = wide.is_float and narrow.is_float
+    return floats and wide.dtype.itemsize >= narrow.dtype.itemsize
+
+
+def _repeated(reshape: Equation, dims: Dims) -> tuple[Value, Dims, dict[Any, int]] | None:
+    """The array that ``jnp.repeat`` along dimensions, or a broadcast that was flattened, repeats;
+    its dims, and how often it is repeated along which."""
+    spread = reshape.ins[0].made_by
+    if spread is None or spread.name != "broadcast_in_dim" or reshape.params["dimensions"]:
+        return None
+    source, wide, sources = spread.ins[0], spread.outs[0].shape, spread.sources
+    assert sources is not None
+    found: list[Any] = [None] * len(source.shape)
+    repeated: dict[Any, int] = {}
+    j = 0
+    for size, name in zip(reshape.outs[0].shape, dims, strict=True):
+        at = sources[j] if j < len(wide) else None
+        if at is None:
+            return None
+        if wide[j] == size:
+            j += 1
+        elif j + 1 < len(wide) and wide[j] * wide[j + 1] == size:
+            if sources[j + 1] is not None and wide[j + 1] != 1:
+                return None
+            repeated[name] = wide[j + 1]
+            j += 2
+        else:
+            return None
+        found[at] = name
+    return (source, tuple(found), repeated) if j == len(wide) else None
+
+
+# -- the region ------------------------------------------------------------------------------------
+
+
 def _built(
-    found: _Found,
+    roles: Roles,
+    operands: Sequence[Operand],
     scores: Scores,
     dims_of: dict[Value, Dims],
-    follower: Follower,
+    softmax: Softmax,
     equations: set[Equation],
     last: Value,
-    state: State,
+    derivative: Backward | None,
 ) -> Region:
-    product, second = follower.product, follower.second
-    assert second is not None
-    f = found
-    q, k, v = f.q, f.k, f.v
-    dtype = q.value.dtype
+    q, k, v = operands
+    state, dtype = softmax.states[last], q.value.dtype
     if not (dtype == k.value.dtype == v.value.dtype):
         raise Unclear(f"queries, keys, values are {dtype}, {k.value.dtype}, {v.value.dtype}")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not q.value.is_float:
         raise Unclear(f"its dtype is {dtype}")
     if last.dtype.itemsize > dtype.itemsize:
         raise Unclear(
             f"the result of {dtype} operands is kept in {last.dtype}: cast it to {dtype}. A NumPy "
             "scalar, as of np.sqrt, makes it wider; a Python float does not"
         )
-
-    contract, _ = product.params["dimension_numbers"]
-    of_key = 0 if _axes_of(product, 0).get(f.key) is not None else 1
-    q_axes, k_axes = _axes_of(product, 1 - of_key), _axes_of(product, of_key)
-    side = next(i for i, x in enumerate(second.ins) if x in follower.states)
-    v_axes, v_key, v_free = _axes_of_values(second, side, follower)
-    repeats = math.prod(k.groups)
-    if k.groups != (1,) * len(k.groups) or v.groups != (1,) * len(v.groups):
-        ok = len(f.heads) == 1 and not f.groups
-        ok &= k.groups[k_axes[f.heads[0]]] == repeats == math.prod(v.groups)
-        ok &= v.groups[v_axes[f.heads[0]]] == repeats
-        if not ok:
-            k = operand(product.ins[of_key], False)
-            v = operand(second.ins[1 - side], False)
+    repeats = math.prod(k.repeated.values())
+    if k.repeated or v.repeated:
+        alone = len(roles.heads) == 1 and not roles.groups
+        if not alone or not k.repeated == v.repeated == {roles.heads[0]: repeats}:
+            k, v = (operand(x.given, x.given_dims, False) for x in (k, v))
             repeats = 1
-    b, kn, g = f.size(f.batch), f.size(f.heads) // repeats, f.size(f.groups) * repeats
-    t, s = f.sizes[f.query], f.sizes[f.key]
-    h = math.prod(product.ins[0].shape[i] for i in contract[0])
-    e = math.prod(second.ins[1 - side].shape[i] for i in v_free)
-    v_axes[f.key] = v_key
-    places = ((q, q_axes, f.query), (k, k_axes, f.key), (v, v_axes, f.key))
-    heads_first = sum(_heads_first(f, *each) for each in places) > 1  # as they lie in memory
-    q_order, k_order, v_order = (
-        [axes[a] for a in f.order(along, heads_first) if a in axes] for _, axes, along in places
+    features, results = (
+        [d for d in roles.sizes if type(d) is tuple and d[0] == kind] for kind in "HE"
     )
-    q_order += contract[1 - of_key]
-    k_order += contract[of_key]
-    v_order += v_free
+    n, g = roles.size(*roles.heads) // repeats, roles.size(*roles.groups) * repeats
+    b, t, s = roles.size(*roles.batch), roles.queries, roles.keys
+    h, e = roles.size(*features), roles.size(*results)
+    places = (q, roles.query), (k, roles.key), (v, roles.key)
+    heads_first = sum(_heads_first(roles, *each) for each in places) > 1  # as they lie in memory
 
-    def sized(length: int, heads: int, features: int) -> tuple[int, ...]:
-        return (b, heads, length, features) if heads_first else (b, length, heads, features)
-
-    factor = q.factor * k.factor
-    at = Positions(f.query, f.key, t, s)
-    seen, lens, masks = _masks(scores, f, at)
-    mod, operands = None, []
-    if scores.rest is not None:
-        mod, operands = score_mod(scores.rest, scores.rest_factor, product.outs[0], dims_of)
+    seen, lens, masks = sorted_out(scores.masks, roles)
+    scale, mod, met = q.factor * k.factor, None, []
+    if scores.rest is None:
+        scale *= scores.scale
+    else:
+        mod, met = score_mod(scores.rest, scores.scale, softmax.product.outs[0], dims_of)
     zeroing = [Side(x, dims, negated=not kept) for x, dims, kept in state.zeroed]
-    zeroing = [x for x in zeroing if not is_known(x.value) or band(x, at) is None]
-    sides = [scores.biases, operands, masks, zeroing, [lens] if lens else []]
-    flat = [side for group in sides for side in group]
-    for side_ in flat:
-        if {d for d in side_.dims if d is not None} - {*range(len(f.sizes))}:
-            raise Unclear("an array meets the scores along an axis that they do not have")
-    inputs = [q.value, k.value, v.value, *(x.value for x in flat)]
+    zeroing = [x for x in zeroing if not x.value.is_known or band(x, roles) is None]
+    sides = [scores.biases, met, masks, zeroing, [lens] if lens else []]
+    flat = [one for group in sides for one in group]
+    if any(not one.axes <= roles.sizes.keys() for one in flat):
+        raise Unclear("an array meets the scores along an axis that they do not have")
 
     def emit(*arrays: Any) -> Any:
-        qa = q.arranged(arrays[0], q_order, sized(t, kn * g, h))
-        ka = k.arranged(arrays[1], k_order, sized(s, kn, h))
-        va = v.arranged(arrays[2], v_order, sized(s, kn, e))
+        def arranged(i: int, heads: int, last: int, own: list[Any]) -> Any:
+            x, along = places[i]
+            y = renamed(arrays[i], x.dims, [*roles.order(along, heads_first), *own])
+            length = roles.sizes[along]
+            return y.reshape((b, heads, length, last) if heads_first else (b, length, heads, last))
+
+        qa, ka, va = (
+            arranged(0, n * g, h, features),
+            arranged(1, n, h, features),
+            arranged(2, n, e, results),
+        )
         rest = iter(arrays[3:])
-        met = [[_to_scores(next(rest), side_, f) for side_ in group] for group in sides]
-        bias, mask = added(met[0], scores.biases), all_of(met[2], masks)
-        count = None
+        biases, met, kept, sees, count = (
+            [roles.met(next(rest), one) for one in group] for group in sides
+        )
+        given: dict[str, Any] = {"bias": added(biases, scores.biases), "mask": all_of(kept, masks)}
+        given |= seen.arguments if seen is not None else {}
         if lens is not None:
-            count = jnp.broadcast_to(met[4][0].reshape(-1), (b,))
-            held = jnp.iinfo(count.dtype)  # which one more, or the number of keys, may exceed
-            count = jnp.clip(count, max(held.min, -1), min(held.max, s)).astype("int32")
-            count = jnp.clip(count + int(lens.factor), 0, s)
-        scale = factor * (1.0 if mod is not None else scores.scale)
-        given = {"bias": bias, "mask": mask, "scale": scale, "heads_first": heads_first}
-        if seen is not None:
-            given |= _band_arguments(seen)
-        if count is not None:
-            given |= {"key_value_seq_lengths": count}
+            x = jnp.broadcast_to(count[0].reshape(-1), (b,))
+            held = jnp.iinfo(x.dtype)  # which one more, or the number of keys, may exceed
+            x = jnp.clip(x, max(held.min, -1), min(held.max, s)).astype("int32")
+            given["key_value_seq_lengths"] = jnp.clip(x + int(lens.factor), 0, s)
         if mod is not None:
-            given |= {"score_mod": mod, "score_mod_operands": tuple(met[1])}
-        out = dot_product_attention(qa, ka, va, **given)
-        if count is not None:
+            given |= {"score_mod": mod, "score_mod_operands": tuple(met)}
+        out = dot_product_attention(qa, ka, va, scale=scale, heads_first=heads_first, **given)
+        if lens is not None:
             mean = va.mean(2 if heads_first else 1, keepdims=True)
             blank = jnp.nan if scores.infinite else jnp.repeat(mean, g, 1 if heads_first else 2)
-            out = jnp.where((count > 0)[:, None, None, None], out, jnp.asarray(blank, out.dtype))
+            some = (given["key_value_seq_lengths"] > 0)[:, None, None, None]
+            out = jnp.where(some, out, jnp.asarray(blank, out.dtype))
         if zeroing:  # a query that sees no key has the result 0
-            sees = all_of(met[3], zeroing).any(-1)[..., None]
-            sees = sees if heads_first else jnp.swapaxes(sees, 1, 2)
-            out = jnp.where(sees, out, jnp.asarray(0, out.dtype))
+            any_key = all_of(sees, zeroing).any(-1)[..., None]
+            any_key = any_key if heads_first else jnp.swapaxes(any_key, 1, 2)
+            out = jnp.where(any_key, out, jnp.asarray(0, out.dtype))
         if v.factor != 1:
             out = out * jnp.asarray(v.factor, out.dtype)
-        axes = [*f.order(f.query, heads_first), *(("E", j) for j in range(len(v_free)))]
-        return _from_heads(out.astype(last.dtype), f, axes, state.dims, second, v_free, side, last)
+        axes = [*roles.order(roles.query, heads_first), *results]
+        out = out.astype(last.dtype).reshape([roles.sizes[a] for a in axes])
+        return renamed(out, axes, state.dims).reshape(last.shape)
 
-    kinds = [] if seen is None else ["causal" if seen.right == 0 else "a band"]
-    if seen is not None and seen.right == 0 and seen.left is not None:
-        kinds = [f"a causal window of {seen.left}"]
-    kinds += ["lengths"] * (lens is not None) + ["a mask"] * bool(masks)
-    kinds += ["a bias"] * bool(scores.biases) + ["a score_mod"] * (mod is not None)
-    what = f"{dtype} q [{b}, {kn * g}, {t}, {h}], k [{b}, {kn}, {s}, {h}]"
-    what += f", {', '.join(kinds)}" if kinds else ""
-    return Region("attention", equations, inputs, last, emit, what)
+    words = [str(seen)] if seen is not None else []
+    words += ["lengths"] * (lens is not None) + ["a mask"] * bool(masks)
+    words += ["a bias"] * bool(scores.biases) + ["a score_mod"] * (mod is not None)
+    what = f"{dtype} q [{b}, {n * g}, {t}, {h}], k [{b}, {n}, {s}, {h}]"
+    words += ["and its gradient"] * (derivative is not None)
+    inputs = [q.value, k.value, v.value, *(one.value for one in flat)]
+    return Region("attention", equations, inputs, last, emit, ", ".join([what, *words]), derivative)
 
 
-def _heads_first(f: _Found, x: Operand, axes: dict[int, int], along: int) -> bool:
+def _heads_first(roles: Roles, x: Operand, along: int) -> bool:
     """Whether the heads of an operand come before its queries or keys where it lies."""
-    heads = [x.at[axes[a]] for a in (*f.heads, *f.groups) if a in axes]
-    return not heads or min(heads) < x.at[axes[along]]
-
-
-def _axes_of(product: Equation, side: int) -> dict[int, int]:
-    """Axis of the scores -> dimension of an operand of their product."""
-    (_, batch), free = product.params["dimension_numbers"], free_dims(product)
-    start = len(batch[0]) + (len(free[0]) if side else 0)
-    return {**dict(enumerate(batch[side])), **{start + i: d for i, d in enumerate(free[side])}}
-
-
-def _axes_of_values(
-    second: Equation, side: int, follower: Follower
-) -> tuple[dict[int, int], int, list[int]]:
-    contract, batch = second.params["dimension_numbers"]
-    state, other = follower.states[second.ins[side]], 1 - side
-    pairs = zip(batch[side], batch[other], strict=True)
-    axes = {state.dims[i]: j for i, j in pairs if state.dims[i] is not None}
-    return axes, contract[other][0], free_dims(second)[other]
-
-
-def _masks(scores: Scores, f: _Found, at: Positions) -> tuple[Seen | None, Side | None, list[Side]]:
-    seen, lens, left = None, None, []
-    for mask in scores.masks:
-        for one in conjuncts(mask):
-            if {d for d in one.dims if d is not None} - {*range(len(f.sizes))}:
-                raise Unclear("a mask varies along an axis that the scores do not have")
-            if is_known(one.value):
-                fits = band(one, at)
-                if fits == Seen():
-                    continue
-                if fits is not None and seen is None:
-                    seen = fits
-                    continue
-                if fits is not None and seen is not None:
-                    both = _both(seen, fits)
-                    if both is not None:
-                        seen = both
-                        continue
-            elif lens is None:
-                lens = lengths(one, at, frozenset(f.batch))
-                if lens is not None:
-                    continue
-            left.append(one)
-    return seen, lens, left
-
-
-def _both(a: Seen, b: Seen) -> Seen | None:
-    """Two bands at once."""
-    if a.bottom_right != b.bottom_right:
-        return None
-    least = lambda x, y: y if x is None else x if y is None else min(x, y)  # noqa: E731
-    return Seen(least(a.left, b.left), least(a.right, b.right), a.bottom_right)
-
-
-def _band_arguments(seen: Seen) -> dict[str, Any]:
-    given: dict[str, Any] = {"bottom_right": seen.bottom_right}
-    if seen.right == 0:
-        given["is_causal"] = True
-        if seen.left is not None:
-            given["local_window_size"] = (seen.left - 1, 0)
-    else:
-        most = 2**30
-        left = most if seen.left is None else seen.left - 1
-        given["local_window_size"] = (left, most if seen.right is None else seen.right)
-    return given
-
-
-def _to_scores(x: Any, side: Side, f: _Found) -> Any:
-    """An array that meets the scores, as (B, N, T, S) or 1 in each place."""
-    axes = [d for d in side.dims if d is not None]
-    x = x[tuple(slice(None) if d is not None else 0 for d in side.dims)]
-    order = (*f.batch, *f.heads, *f.groups, f.query, f.key)
-    places = sorted(range(len(axes)), key=lambda i: order.index(axes[i]))
-    x = jnp.transpose(x, places)
-    x = x.reshape([f.sizes[a] if a in axes else 1 for a in order])
-    shape = []
-    at = 0
-    for group in (f.batch, (*f.heads, *f.groups)):
-        part = x.shape[at : at + len(group)]
-        if any(n != 1 for n in part):
-            full = [f.sizes[a] for a in group]
-            x = jnp.broadcast_to(x, (*x.shape[:at], *full, *x.shape[at + len(group) :]))
-            shape.append(math.prod(full))
-        else:
-            shape.append(1)
-        at += len(group)
-    return x.reshape((*shape, *x.shape[at:]))
-
-
-def _from_heads(
-    out: Any,
-    f: _Found,
-    axes: list[Any],
-    dims: Dims,
-    second: Equation,
-    v_free: list[int],
-    side: int,
-    last: Value,
-) -> Any:
-    """The result, with these axes, as the dimensions of the value that it replaces."""
-    ends = [second.ins[1 - side].shape[i] for i in v_free]
-    sizes = [f.sizes[a] if not isinstance(a, tuple) else ends[a[1]] for a in axes]
-    out = out.reshape(sizes)
-    order = [axes.index(d) for d in dims if d is not None]
-    rest = [i for i in range(len(axes)) if i not in order]
-    return jnp.transpose(out, (*rest, *order)).reshape(last.shape)
+    heads = [x.dims.index(a) for a in (*roles.heads, *roles.groups) if a in x.dims]
+    return not heads or min(heads) < x.dims.index(along)

@@ -43,10 +43,10 @@ class Program:
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             array = None if isinstance(const, jax.core.Tracer) else const
             env[variable] = Value(variable.aval, known=array)
-        given = outside or [None] * len(jaxpr.invars)
-        for variable, around in zip(jaxpr.invars, given, strict=True):
-            env[variable] = Value(variable.aval, outside=around)
-        self.inputs = [env[v] for v in (*jaxpr.constvars, *jaxpr.invars)]
+        around = outside or [None] * len(jaxpr.invars)
+        for variable, value in zip(jaxpr.invars, around, strict=True):
+            env[variable] = Value(variable.aval, outside=value)
+        self.inputs = [*env.values()]
         self.body = self._flat(jaxpr, env, ())
         self.outs = [_value(env, v) for v in jaxpr.outvars]
         live = self._needed({}, set())
@@ -97,12 +97,10 @@ class Program:
     def _splits_a_derivative(self, region: Region) -> bool:
         """Whether a function with a derivative of its own is replaced in part."""
         replaced = region.replaced
-        calls = {c for e in replaced for c in e.calls if c.eqn.primitive.name == CUSTOM}
-        return bool(calls) and any(
-            e not in replaced and not all(v.depth is not None for v in e.outs)
-            for e in self.equations
-            if calls.intersection(e.calls)
-        )
+        calls = {call for e in replaced for call in e.own_calls}
+        others = (e for e in self.equations if e.calls and e not in replaced) if calls else ()
+        others = (e for e in others if not calls.isdisjoint(e.calls))
+        return any(not value.is_known for e in others for value in e.outs)
 
     def used_outside(self, region: set[Equation], value: Value) -> bool:
         """Whether a value is read by other equations than these, or is a result."""
@@ -111,6 +109,22 @@ class Program:
     def is_read(self, value: Value) -> bool:
         """Whether a value is a result, or an operand of a region that is found already."""
         return value in self.outs or value in self._operands
+
+    def last_of(self, values: Sequence[Value], dtype: Any, but: Sequence[str] = ()) -> Value:
+        """The last of values each of which the next one alone reads, by other operations than
+        these; before it was cast to more bits than ``dtype`` has: whoever reads the result casts
+        for less than writing it so would cost."""
+        last = min(values, key=lambda v: v.made_by.at if v.made_by else 0)
+        while not self.is_read(last) and len({*last.users}) == 1:
+            after = last.users[0]
+            if len(after.outs) != 1 or after.outs[0] not in values or after.name in but:
+                break
+            (last,) = after.outs
+        while last.dtype.itemsize > dtype.itemsize and (cast := last.made_by) is not None:
+            if not cast.casts or cast.ins[0] not in values or cast.ins[0].dtype == last.dtype:
+                break
+            last = cast.ins[0]
+        return last
 
     def add(self, region: Region) -> None:
         """Adds a region that was found, unless it reads what is inside of another one, or the other
@@ -135,13 +149,17 @@ class Program:
         self._run(self.body, env, ends, wanted, opened)
         return [read(env, v) for v in self.outs]
 
+    def traced(self) -> Any:
+        """The closed jaxpr with regions replaced."""
+        return jax.make_jaxpr(self.run)(*(v.aval for v in self.inputs))
+
     def _opened(self, needed: set[Equation]) -> set[Call]:
         """The calls of which a part is replaced or left out, or a value inside is read, and those
         that get a value that is not computed, as nothing reads it."""
         touched, made = self._needed({}, set()) - needed, {*self.inputs}
         for region in self.regions:
             touched |= region.replaced | {v.made_by for v in region.reads if v.made_by is not None}
-            made |= {*region.outputs}
+            made |= {region.output, *(region.backward.values if region.backward else ())}
         made |= {v for equation in needed for v in equation.outs}
         calls = {call for equation in needed for call in equation.calls}
         missing = {c for c in calls if any(v.known is None and v not in made for v in c.ins)}
@@ -152,18 +170,17 @@ class Program:
         needed: set[Equation] = set()
         for equation in reversed(self.equations):
             region = ends.get(equation)
+            made, reads, always = equation.outs, equation.ins, bool(equation.eqn.effects)
             if region is not None and region.last is equation:
-                if region.output in wanted:
-                    wanted |= {*region.inputs}
-                    needed.add(equation)
+                made, reads, always = [region.output], region.inputs, False
             elif region is not None and region.backward is not None:
-                if not wanted.isdisjoint(region.backward.values):
-                    wanted |= {region.backward.cotangent, region.output}
-                    needed.add(equation)
-            elif equation not in gone and (
-                equation.eqn.effects or any(v in wanted for v in equation.outs)
-            ):
-                wanted |= {*equation.ins}
+                backward = region.backward
+                made, reads = backward.values, [backward.cotangent, region.output]
+                always = False
+            elif equation in gone:
+                continue
+            if always or not wanted.isdisjoint(made):
+                wanted |= {*reads}
                 needed.add(equation)
         return needed
 
@@ -212,9 +229,7 @@ class Program:
 
 
 def _value(env: dict, variable: Any) -> Value:
-    if hasattr(variable, "val"):
-        return Value(variable.aval, known=variable.val)
-    return env[variable]
+    return Value(variable.aval, known=variable.val) if hasattr(variable, "val") else env[variable]
 
 
 # -- equations with jaxprs inside ------------------------------------------------------------------
@@ -260,49 +275,43 @@ def _inner(equation: Equation, inside: bool) -> dict[tuple[str, int | None], Pro
     """The programs of a loop, of branches, of what is computed again or on each device; ``inside``:
     of a program that is differentiated."""
     params, ins = equation.params, equation.ins
-
-    def of(key: str, outside: Sequence[Value | None], index: int | None = None) -> None:
-        jaxpr = params[key] if index is None else params[key][index]
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        same = [
-            v if v is not None and v.aval.shape == x.aval.shape else None
-            for v, x in zip(outside, inner.invars, strict=True)
-        ]
-        consts = getattr(jaxpr, "consts", ())
-        differentiated = inside or equation.is_differentiated
-        found[key, index] = Program(inner, consts, same, differentiated)
-
-    found: dict[tuple[str, int | None], Program] = {}
+    places: Sequence[tuple[str, int | None]] = [("jaxpr", None)]
     match equation.name:
         case "scan":
-            fixed, _ = compat.scan_sizes(params)
-            of("jaxpr", [*ins[:fixed], *[None] * (len(ins) - fixed)])
+            shared = ins[: compat.scan_sizes(params)[0]]
         case "while":
-            test, body = params["cond_nconsts"], params["body_nconsts"]
-            carried = len(ins) - test - body
-            of("body_jaxpr", [*ins[test : test + body], *[None] * carried])
+            test = params["cond_nconsts"]
+            places, shared = [("body_jaxpr", None)], ins[test : test + params["body_nconsts"]]
         case "cond":
-            for i in range(len(params["branches"])):
-                of("branches", ins[1:], i)
+            places, shared = [("branches", i) for i in range(len(params["branches"]))], ins[1:]
         case "checkpoint" | "remat" | "remat2" | "shard_map" | "jit" | "pjit":
-            of("jaxpr", ins)
+            shared = ins
+        case _:
+            return {}
+    found, differentiated = {}, inside or equation.is_differentiated
+    for key, index in places:
+        jaxpr = params[key] if index is None else params[key][index]
+        inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+        outside: list[Value | None] = [None] * len(inner.invars)
+        for i, (value, x) in enumerate(zip(shared, inner.invars, strict=False)):
+            outside[i] = value if value.aval.shape == x.aval.shape else None
+        found[key, index] = Program(inner, consts, outside, differentiated)
     return found
 
 
 def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
     """The results of an equation with the regions of its programs replaced."""
     params = dict(equation.params)
+    program = next(iter(equation.inner.values()))
     if equation.name == "shard_map":
         names = ("mesh", "in_specs", "out_specs", "check_vma")
         given = {name: params[name] for name in names}
         manual = frozenset(compat.manual_axes(params))
-        (program,) = equation.inner.values()
         run = jax.shard_map(lambda *x: tuple(program.run(*x)), axis_names=manual, **given)
         return [*run(*values)]
     if equation.name in ("checkpoint", "remat", "remat2"):
-        (program,) = equation.inner.values()
         if params["differentiated"]:  # what is computed again in a backward, behind barriers
-            made = jax.make_jaxpr(program.run)(*(v.aval for v in program.inputs))
+            made = program.traced()
             inputs = [*made.jaxpr.constvars, *made.jaxpr.invars]
             params["jaxpr"] = made.jaxpr.replace(constvars=[], invars=inputs)
             with compat.in_place_of(equation.eqn, equation.eqn):
@@ -312,18 +321,14 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
     for (key, index), program in equation.inner.items():
         if program.holds_regions:
             was = params[key] if index is None else params[key][index]
-            made = jax.make_jaxpr(program.run)(*(v.aval for v in program.inputs))
-            held = len(was.consts)
-            jaxpr, consts = made.jaxpr, [*made.consts, *was.consts]
-            front, inputs = jaxpr.invars[:held], jaxpr.invars[held:]
-            jaxpr = jaxpr.replace(constvars=[*jaxpr.constvars, *front], invars=inputs)
-            closed = was.replace(jaxpr=jaxpr, consts=consts)
-            if index is None:
-                params[key] = closed
-            else:
-                several = [*params[key]]
-                several[index] = closed
-                params[key] = tuple(several)
+            made, held = program.traced(), len(was.consts)
+            held_by, inputs = made.jaxpr.invars[:held], made.jaxpr.invars[held:]
+            jaxpr = made.jaxpr.replace(constvars=[*made.jaxpr.constvars, *held_by], invars=inputs)
+            closed = was.replace(jaxpr=jaxpr, consts=[*made.consts, *was.consts])
+            several = params[key]
+            params[key] = (
+                closed if index is None else (*several[:index], closed, *several[index + 1 :])
+            )
     found = dict(zip(equation.ins, values, strict=True))
     run_together([replace(equation, eqn=equation.eqn.replace(params=params))], found)
     return [found.get(v) for v in equation.outs]
@@ -331,8 +336,6 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
 
 def _policy(policy: Any) -> Any:
     """A policy of ``jax.checkpoint`` that takes a graph for the operation whose work it does."""
-    if policy is None:
-        return None
 
     def of(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive is cudnn_p:
@@ -340,7 +343,7 @@ def _policy(policy: Any) -> Any:
             primitive, params = _work_of(methods[0] if methods else "")
         return policy(primitive, *avals, **params)
 
-    return of
+    return None if policy is None else of
 
 
 def _work_of(method: str) -> tuple[Any, dict[str, Any]]:

@@ -1,19 +1,40 @@
-"""What is found: equations, and the function that takes their place."""
+"""What is found, equations and the function that takes their place, and who runs it: decided while
+the function is traced, for the forward alone, and for forward and backward together where the
+region is differentiated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from .._core import compat
-from .values import CUSTOM, ELEMENTWISE, Call, Equation, Value, run_together
+from .._core import auto, compat, context
+from .._core.cuda import CudaDevice
+from .._core.errors import JaxCudnnError
+from .._core.graph.source import users_place
+from .._core.graph.spec import GraphSpec
+from .._core.planning import losses, placement
+from .._core.planning.deviceless.profiles import Profile
+from .._core.planning.planned_graph import XLA
+from .._core.plans.collect import in_jaxpr
+from .._core.plans.support import default_devices
+from .._core.settings import settings
+from .values import ELEMENTWISE, LAYOUT, Call, Equation, Value, run_together
 
-_CHEAP = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "iota", "slice")
+log = logging.getLogger("jax_cudnn")
+Site = Profile | CudaDevice
+_CHEAP = {*ELEMENTWISE, *LAYOUT, "iota", "slice"}
+NO_BACKWARD = (
+    "cuDNN has no backward of attention in float32; cast queries, keys and values to bfloat16"
+)
+FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. Please report this"
 
 
 @dataclass(frozen=True)
@@ -37,71 +58,54 @@ class Backward:
         return min((e for e in made if e is not None), key=lambda e: e.at)
 
 
-@dataclass(eq=False, repr=False)
 class Region:
     """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead; with
-    ``backward`` those of its derivative, too."""
+    ``backward`` those of its derivative, too, all together ``replaced``. ``inside``: what they
+    compute and nothing else reads. ``outcome``: why XLA runs it, empty where cuDNN does; ``gain``:
+    XLA's time over cuDNN's, and whether it was measured."""
 
-    kind: str
-    equations: set[Equation]
-    inputs: list[Value]
-    output: Value
-    emit: Callable[..., Any]
-    what: str = ""
-    outcome: str = ""
-    """Why XLA runs it; empty where cuDNN does."""
-    gain: str = ""
-    """XLA's time over cuDNN's, and whether it was measured."""
-    backward: Backward | None = None
-    _order: list[Equation] = field(init=False)
+    outcome = gain = ""
 
-    def __post_init__(self) -> None:
-        given = len(self.inputs)
-        emit, inputs = self.emit, {*self.inputs}
-        everything, todo = {*self.equations}, [*self.equations]
+    def __init__(
+        self,
+        kind: str,
+        equations: set[Equation],
+        inputs: Sequence[Value],
+        output: Value,
+        emit: Callable[..., Any],
+        what: str,
+        backward: Backward | None = None,
+    ) -> None:
+        assert output.made_by is not None
+        self.kind, self.equations, self.output, self.what = kind, equations, output, what
+        self.backward = backward
+        self.first, self.last = min(equations, key=lambda e: e.at), output.made_by
+        self.replaced = equations | (backward.equations if backward else set())
+        outputs = {output, *(backward.values if backward else ())}
+        self.inside = {v for e in self.replaced for v in e.outs} - outputs
+        given, everything = [*inputs], {*equations}
+        todo = [*equations]
         while todo:  # what the equations read and the inputs are before, as a scale or a mask
             for value in todo.pop().ins:
                 made = value.made_by
-                if value in inputs or value.known is not None or made in everything:
+                if value in given or value.known is not None or made in everything:
                     continue
-                if made is not None and (made.name in ELEMENTWISE or made.name in _CHEAP):
+                if made is not None and made.name in _CHEAP:
                     everything.add(made)
                     todo.append(made)
                 else:
-                    inputs.add(value)
-                    self.inputs = [*self.inputs, value]
+                    given.append(value)
+        self.inputs = given
+        self.emit: Callable[..., Any] = lambda *arrays: emit(*arrays[: len(inputs)])
         self._order = sorted(everything, key=lambda e: e.at)
-        self.emit = lambda *arrays: emit(*arrays[:given])
 
     def __repr__(self) -> str:
         return f"<{self.kind}: {self.what}>"
 
     @property
-    def last(self) -> Equation:
-        assert self.output.made_by is not None
-        return self.output.made_by
-
-    @property
-    def first(self) -> Equation:
-        return min(self.equations, key=lambda e: e.at)
-
-    @property
-    def replaced(self) -> set[Equation]:
-        return self.equations | (self.backward.equations if self.backward else set())
-
-    @property
     def reads(self) -> list[Value]:
         """The inputs, and the cotangent of the result."""
         return [*self.inputs, *([self.backward.cotangent] if self.backward else ())]
-
-    @property
-    def outputs(self) -> list[Value]:
-        return [self.output, *(self.backward.values if self.backward else ())]
-
-    @property
-    def inside(self) -> set[Value]:
-        """What the equations compute and nothing else reads."""
-        return {v for e in self.replaced for v in e.outs} - {*self.outputs}
 
     @property
     def is_differentiated(self) -> bool:
@@ -111,17 +115,17 @@ class Region:
     @property
     def rounds(self) -> bool:
         """Whether a value inside has fewer bits than float32."""
-        floats = [v.dtype for v in self.inside if jnp.issubdtype(v.dtype, jnp.floating)]
-        return any(dtype.itemsize < 4 for dtype in floats)
+        return any(v.is_float and v.dtype.itemsize < 4 for v in self.inside)
 
-    def signature(self, place: str) -> Hashable:
+    def signature(self) -> Hashable:
         """Equal for regions of which the same is to be decided, and whose results the same function
         computes: those of one line with equal equations."""
         at: dict[Value, Hashable] = {}
+        place = users_place(compat.user_frames(self.first.written))
         key: list[Hashable] = [place, self.kind, self.what]
         for i, value in enumerate(self.inputs):
             at[value] = i
-            key.append((value.aval, value.varies, None if value.depth is None else id(value)))
+            key.append((value.aval, value.varies, id(value) if value.is_known else None))
         for i, e in enumerate(self._order):
             ins = (at[v] if v in at else _identity(v) for v in e.ins)
             key.append((e.name, *e.params.items(), *ins))
@@ -135,29 +139,28 @@ class Region:
         assert self.backward is not None
         backward = self.backward
         moving = sorted({i for _, i, _ in backward.gradients})
-
-        def of(*given: Any) -> Any:
-            filled = dict(zip(moving, given, strict=True))
-            return self.emit(*(filled.get(i, x) for i, x in enumerate(arrays)))
-
-        out, pull = jax.vjp(of, *(arrays[i] for i in moving))
+        out, pull = jax.vjp(_of(self.emit, arrays, moving), *(arrays[i] for i in moving))
 
         def gradients(cotangent: Any) -> list[Any]:
-            found = dict(
-                zip(moving, pull(backward.to_output(cotangent).astype(out.dtype)), strict=True)
-            )
-            return [
-                as_aval(renamed(found[i]), value.aval) for value, i, renamed in backward.gradients
-            ]
+            pulled = pull(backward.to_output(cotangent).astype(out.dtype))
+            found = dict(zip(moving, pulled, strict=True))
+            return [as_aval(brought(found[i]), v.aval) for v, i, brought in backward.gradients]
 
         return out, gradients
+
+    def with_derivative(self, *arrays: Any) -> Any:
+        """The result; and the gradients, where the program has them, of the last array."""
+        if self.backward is None:
+            return self.emit(*arrays)
+        out, gradients = self.differentiated(*arrays[:-1])
+        return out, gradients(arrays[-1])
 
     def original(self, *arrays: Any) -> Any:
         """What the equations compute of the inputs; JAX's own functions with their derivative."""
         env = dict(zip(self.inputs, arrays, strict=True))
         done: set[Call] = set()
         for equation in self._order:
-            own = next((c for c in equation.calls if c.eqn.primitive.name == CUSTOM), None)
+            own = next(iter(equation.own_calls), None)
             if own is not None and all(v in env or v.known is not None for v in own.ins):
                 if own not in done:
                     run_together([own], env)
@@ -182,3 +185,146 @@ def as_aval(x: Any, aval: Any) -> Any:
     axes = compat.varying_axes(aval) - compat.varying_axes(jax.typeof(x))
     x = jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
     return compat.converted(x, aval.dtype, aval.weak_type)
+
+
+# -- who runs it -----------------------------------------------------------------------------------
+
+
+def site() -> Site | None:
+    """The GPU that a function is traced for: the target, else JAX's default device; None where
+    that is no NVIDIA GPU. GraphError where a setting of the environment is not valid."""
+    settings()
+    devices = [] if context.targeted() else default_devices()
+    if not context.targeted() and not any(map(compat.is_cuda, devices)):
+        return None
+    return context.site(devices, "accelerate")
+
+
+def decide(regions: Iterable[Region], where: Site) -> None:
+    """Says why XLA runs regions, or gives them functions that decide again when differentiated."""
+    decided: dict[Hashable, Region] = {}
+    for region in regions:
+        try:
+            same = decided.setdefault(region.signature(), region)
+        except TypeError:  # a key that is not hashable equals no other
+            same = region
+        if same is region:
+            _decide(region, where)
+        else:  # as of another layer
+            region.outcome, region.gain = same.outcome, same.gain
+            region.emit = region.emit if region.backward else same.emit
+
+
+def _decide(region: Region, where: Site) -> None:
+    avals = _of_one_device(value.aval for value in region.reads)
+    try:
+        with compat.in_place_of(None, region.first.written):
+            fused = jax.make_jaxpr(region.with_derivative)(*avals)
+    except JaxCudnnError as error:
+        region.outcome = error.summary
+        return
+    except Exception as error:
+        log.warning(FAILED, f"build a graph of {region.kind} at {region.what}", exc_info=error)
+        region.outcome = f"{type(error).__name__}: {error}"
+        return
+    region.outcome = refusal(fused, where)
+    if region.outcome and region.backward is not None and region.what.startswith("float32"):
+        region.outcome = NO_BACKWARD
+    region.gain = "" if region.outcome else _gain(fused, where)
+    if region.backward is None:
+        region.emit = _either(region.original, region.emit, fused, where)
+
+
+def _either(
+    original: Callable[..., Any], emit: Callable[..., Any], jaxpr: Any, where: Site
+) -> Callable[..., Any]:
+    """The fused function, of which ``jaxpr`` is one device's, with the derivative of the original
+    equations where cuDNN does not run forward and backward."""
+    refused: dict[Hashable, bool] = {}  # for equal layers
+
+    @jax.custom_jvp
+    def accelerated(*operands: Any) -> Any:
+        if any(compat.varying_axes(jax.typeof(x)) for x in operands):
+            return emit(*operands)  # its equations are of the mesh around
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        fused = accelerated.fun
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        avals = _of_one_device(map(jax.typeof, primals))
+        key = *moving, *avals
+        if key not in refused:
+            refused[key] = bool(refusal(_pair(fused, avals, moving), where))
+        function = _of(original if refused[key] else fused, primals, moving)
+        return jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    accelerated.defjvp(rule, symbolic_zeros=True)
+    return accelerated
+
+
+def _of_one_device(avals: Iterable[Any]) -> list[Any]:
+    """Abstract values without the mesh axes over which they vary, inside of shard_map."""
+    return [
+        jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if compat.varying_axes(aval)
+        else aval
+        for aval in avals
+    ]
+
+
+def _pair(function: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int]) -> Any:
+    """The jaxpr of a function and of its gradient."""
+
+    def both(*operands: Any) -> Any:
+        given = [operands[i] for i in moving]
+        out, pull = jax.vjp(_of(function, operands, moving), *given)
+        return out, pull(out)
+
+    return jax.make_jaxpr(both)(*avals)
+
+
+def _of(function: Callable[..., Any], operands: Sequence[Any], moving: Sequence[int]) -> Any:
+    """The function of some of its operands alone."""
+
+    def of(*given: Any) -> Any:
+        filled = dict(zip(moving, given, strict=True))
+        return function(*(filled.get(i, x) for i, x in enumerate(operands)))
+
+    return of
+
+
+def refusal(jaxpr: Any, where: Site) -> str:
+    """Why cuDNN does not run the products and normalizations of a jaxpr's graphs; else empty."""
+    graphs = in_jaxpr(compat.live_program(jaxpr)[0])
+    return next((why for name, spec in graphs if (why := _refused(spec, where, name))), "")
+
+
+def _refused(spec: GraphSpec, where: Site, name: str) -> str:
+    if spec.xla_only:
+        return "; ".join(str(spec.xla_only).splitlines()) or "XLA runs it"
+    try:
+        # Processes of a job trace alike, and none may measure what the others do not.
+        several = jax.process_count() > 1
+        plan = placement.decide(spec, where, name) if several else None
+        segments = plan or auto.place(spec, where, name).segments
+    except JaxCudnnError as error:
+        return error.summary
+    for segment in segments:
+        if segment.plan is None and any(call.node.anchor for call in segment.spec.calls):
+            return segment.reason or "XLA is faster"
+    return ""
+
+
+def _gain(jaxpr: Any, where: Site) -> str:
+    """What is known of XLA's time over cuDNN's for the one graph of a jaxpr, or nothing."""
+    graphs = [*in_jaxpr(compat.live_program(jaxpr)[0])]
+    if len(graphs) != 1:
+        return ""
+    ((name, spec),) = graphs
+    ways = () if jax.process_count() > 1 else auto.place(spec, where, name).measured
+    if ways:
+        taken = next((way.seconds for way in ways if way.taken), None)
+        xla = next((way.seconds for way in ways if way.what == XLA), None)
+        return f"{xla / taken:.2f} measured" if taken and xla else ""
+    near = losses.nearest(spec, placement.model(where)[1])
+    return f"{near.ratio:.2f} predicted" if near is not None and near.near else ""

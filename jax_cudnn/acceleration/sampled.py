@@ -10,9 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .known import elementwise
-from .scores import HIDING, LAYOUT, Dims, Unclear, number
-from .values import Equation, Value
+from .following import HIDING, Dims, Unclear
+from .values import LAYOUT, Equation, Value, elementwise, laid_out, number, renamed
 
 REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
 _SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
@@ -191,15 +190,6 @@ def _drawn(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> n
     return places % 3 != 0 if random.integers(2) else places % 3 == 0
 
 
-def renamed(x: Any, old: Dims, new: Dims) -> Any:
-    """An array with its axes in another order, and one element where a dimension has none."""
-    left = [d for d in old if d is not None]
-    x = x.reshape([n for n, d in zip(x.shape, old, strict=True) if d is not None])
-    x = x.transpose([left.index(d) for d in new if d is not None])
-    sizes = iter(x.shape)
-    return x.reshape([1 if d is None else next(sizes) for d in new])
-
-
 def _run(
     part: Part, equations: list[Equation], arrays: Mapping[Leaf, np.ndarray]
 ) -> dict[Value, np.ndarray]:
@@ -214,13 +204,8 @@ def _run(
 def _computed(part: Part, equation: Equation, env: Any, arrays: Any) -> np.ndarray:
     (out,), name, first = equation.outs, equation.name, equation.ins[0]
     dims = part.dims[out]
-    if name == "broadcast_in_dim":
-        x, at = env[first], equation.params["broadcast_dimensions"]
-        return x.reshape([x.shape[at.index(i)] if i in at else 1 for i in range(len(dims))])
-    if name == "transpose":
-        return env[first].transpose(equation.params["permutation"])
     if name in LAYOUT:
-        return renamed(env[first], part.dims[first], dims)
+        return laid_out(equation, env[first])
     if name in REDUCTIONS:
         return REDUCTIONS[name](env[first], axis=equation.params["axes"])
     operands, names = [], []

@@ -1,180 +1,88 @@
-"""What stands between scores and their softmax: scale, bias, masks, a function of the scores."""
+"""What stands between scores and their softmax: scale, biases, masks, a function of the scores.
+
+Masks are read by their values: one that is made of positions and constants is compared with a band,
+one that compares positions with a number for each batch element becomes lengths.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .known import array, is_known, rows
-from .values import ELEMENTWISE, VARYING, Equation, Value, between
-
-Dims = tuple[Any, ...]
-"""For each dimension of an array the axis of the scores along which it varies, or None."""
-
-_NUMBERS = "biufV"  # kinds of NumPy's dtypes; V are bfloat16 and the like
-HIDING = -1e4
-"""A score of at most this is taken for that of a hidden key: ``exp`` of it is 0."""
-LAYOUT = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-
-
-class Unclear(Exception):
-    """Why equations are not attention that can be replaced, and what to change."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """An array that meets the scores, and along which of their axes it varies."""
-
-    value: Value
-    dims: Dims
-    factor: float = 1.0
-    negated: bool = False
+from .following import HIDING, Dims, Side, Unclear, narrowed, rooted, side
+from .values import (
+    ELEMENTWISE,
+    LAYOUT,
+    Value,
+    array,
+    between,
+    computed,
+    constant,
+    number,
+    renamed,
+    rows,
+)
 
 
 @dataclass
 class Scores:
-    """``softcap``-like function of the scaled scores, plus biases, under masks; or -inf."""
+    """A function ``rest`` of the product, or the product itself, scaled, plus biases, where masks
+    are True; else hidden. ``infinite``: hidden scores are -inf, so that a query that sees no key
+    has no result."""
 
     scale: float = 1.0
     biases: list[Side] = field(default_factory=list)
     masks: list[Side] = field(default_factory=list)
     infinite: bool = False
-    """Whether hidden scores are -inf, so that a query that sees no key has no result."""
     rest: Value | None = None
-    """What is left, as a function of the product."""
-    rest_factor: float = 1.0
 
 
-def moved(equation: Equation, dims: Dims) -> Dims | None:
-    """The dims of the result of an operation that moves dimensions; None if it mixes them."""
-    operand, result = equation.ins[0], equation.outs[0]
-    match equation.name:
-        case "transpose":
-            return tuple(dims[axis] for axis in equation.params["permutation"])
-        case "broadcast_in_dim":
-            new: list[Any] = [None] * len(result.shape)
-            places = zip(equation.params["broadcast_dimensions"], operand.shape, dims, strict=True)
-            for axis, size, dim in places:
-                new[axis] = dim if size == result.shape[axis] else None
-            return tuple(new)
-        case "reshape" | "squeeze" | "expand_dims":
-            wide = [(n, d) for n, d in zip(operand.shape, dims, strict=True) if n != 1]
-            if [n for n, _ in wide] != [n for n in result.shape if n != 1]:
-                return None
-            left = iter(wide)
-            return tuple(next(left)[1] if n != 1 else None for n in result.shape)
-    return None
+@dataclass(frozen=True)
+class Roles:
+    """The axes of the scores by role, and the sizes of these and of the features."""
 
+    sizes: dict[Any, int]
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    query: int
+    key: int
 
-def follow(start: Value, meaning: Callable[[Equation], Any]) -> None:
-    """Asks for the meaning of each equation that reads ``start``, or a result that has a meaning,
-    in order."""
-    todo, seen = {*start.users}, set()
-    while todo:
-        equation = min(todo, key=lambda e: e.at)
-        todo.remove(equation)
-        seen.add(equation)
-        if not equation.inner and len(equation.outs) == 1 and meaning(equation) is not None:
-            todo |= {user for user in equation.outs[0].users if user not in seen}
+    @property
+    def queries(self) -> int:
+        return self.sizes[self.query]
 
+    @property
+    def keys(self) -> int:
+        return self.sizes[self.key]
 
-def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -> dict[Value, Any]:
-    """Elementwise equations in float32, for values in ``env`` and those that ``other`` gives."""
-    for equation in equations:
-        name, out = equation.name, equation.outs[0]
-        if name in (*LAYOUT, *VARYING) or (equation.casts and _is_float(out)):
-            env[out] = env[equation.ins[0]]
-            if equation.casts and env[out].dtype == bool:
-                env[out] = env[out].astype("float32")
-        else:
-            given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
-            env[out] = equation.eqn.primitive.bind(*given, **equation.params)
-    return env
+    def size(self, *axes: Any) -> int:
+        return math.prod(self.sizes[a] for a in axes)
 
+    def order(self, along: int, heads_first: bool) -> list[int]:
+        """The axes of an operand of queries or keys, before its features."""
+        heads = *self.heads, *self.groups
+        return [*self.batch, *heads, along] if heads_first else [*self.batch, along, *heads]
 
-def _is_float(value: Value) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.floating)
-
-
-def constant(value: Value) -> Any:
-    """A known number as an array; floats are float32."""
-    return jnp.asarray(number(value), "float32" if _is_float(value) else value.dtype)
-
-
-def unwidened(last: Value, dtype: Any, known: Container[Value]) -> Value:
-    """The value that is cast to more bits than ``dtype`` has, in the place of the cast: whoever
-    reads the result casts for less than writing it so would cost."""
-    while last.dtype.itemsize > dtype.itemsize and (cast := last.made_by) is not None:
-        if not cast.casts or cast.ins[0] not in known or cast.ins[0].dtype == last.dtype:
-            break
-        last = cast.ins[0]
-    return last
-
-
-def narrowed(value: Value, dims: Dims) -> tuple[Value, Dims]:
-    """The array before it was broadcast, and its dims. ``dims``: the axis of the scores at each
-    dimension; where the array is as large as one element, it varies along none."""
-    dims = tuple(d if n != 1 else None for d, n in zip(dims, value.shape, strict=True))
-    while (made := value.made_by) is not None:
-        operand = made.ins[0] if made.ins else None
-        if made.name == "broadcast_in_dim":
-            assert operand is not None
-            axes, sizes = made.params["broadcast_dimensions"], operand.shape
-            dims = tuple(dims[a] if n != 1 else None for a, n in zip(axes, sizes, strict=True))
-        elif made.name in ("reshape", "squeeze", "expand_dims"):
-            assert operand is not None
-            wide = [n for n in value.shape if n != 1]
-            if [n for n in operand.shape if n != 1] != wide:
-                break
-            left = iter(d for d, n in zip(dims, value.shape, strict=True) if n != 1)
-            dims = tuple(next(left) if n != 1 else None for n in operand.shape)
-        elif made.name == "transpose":
-            assert operand is not None
-            old = [None] * len(dims)
-            for axis, source in enumerate(made.params["permutation"]):
-                old[source] = dims[axis]
-            dims = tuple(old)
-        else:
-            break
-        value = operand
-    return value, tuple(d if v else None for d, v in zip(dims, value.varies, strict=True))
-
-
-def number(value: Value) -> float | None:
-    """A value that is one known number in all places."""
-    if any(value.varies) or not is_known(value) or value.dtype.kind not in _NUMBERS:
-        return None
-    return float(array(value).reshape(()).astype("float64"))
-
-
-def unchanged(equation: Equation) -> int | None:
-    """The operand that an elementwise result is equal to: of an addition of 0, a product with 1, a
-    choice that is known; None for all others."""
-    name, ins = equation.name, equation.ins
-    if name == "select_n" and len(ins) == 3:
-        which = number(ins[0])
-        return None if which is None else 1 + int(which)
-    nothing = {"add": 0.0, "add_any": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}.get(name)
-    if nothing is None or len(ins) != 2:
-        return None
-    if number(ins[1]) == nothing:
-        return 0
-    return 1 if name in ("add", "add_any", "mul") and number(ins[0]) == nothing else None
+    def met(self, x: Any, side: Side) -> Any:
+        """An array that meets the scores, as (B, N, T, S) or 1 in each place."""
+        shape, full, many = [], [], (*self.heads, *self.groups)
+        for axes in (self.batch, many):
+            varies = not side.axes.isdisjoint(axes)
+            full += [self.sizes[a] if varies else 1 for a in axes]
+            shape.append(self.size(*axes) if varies else 1)
+        x = side.along(x, [*self.batch, *many, self.query, self.key])
+        return jnp.broadcast_to(x, (*full, *x.shape[-2:])).reshape(*shape, *x.shape[-2:])
 
 
 def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
     """What ``z`` is as a function of ``product``. Raises Unclear."""
     found, value, factor = Scores(), z, 1.0
-
-    def side(v: Value) -> Side:
-        small, dims = narrowed(v, dims_of[value] if v.shape else ())
-        return Side(small, dims, factor)
-
     while value is not product:
         made = value.made_by
         assert made is not None
@@ -184,7 +92,7 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
             continue
         if len(inner) != 1:
             break
-        (below,) = inner
+        (below,), dims = inner, dims_of[value]
         others = [v for v in made.ins if v is not below]
         known = number(others[0]) if len(others) == 1 else None
         if made.name == "neg":
@@ -193,128 +101,289 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
             factor *= known
         elif made.name == "div" and known and made.ins[0] is below:
             factor /= known
+        elif made.name == "sub" and made.ins[1] is below:
+            found.biases.append(side(made.ins[0], dims, factor))
+            factor = -factor
         elif made.name in ("add", "sub", "add_any"):
-            sign = -1.0 if made.name == "sub" and made.ins[1] is not below else 1.0
-            if made.name == "sub" and made.ins[1] is below:
-                found.biases.append(side(made.ins[0]))
-                factor = -factor
-            else:
-                (other,) = others
-                if known != 0:
-                    added = side(other)
-                    signed = Side(added.value, added.dims, factor * sign)
-                    for one in _terms(signed):
-                        mask = _hiding_bias(one)
-                        if mask is None:
-                            found.biases.append(one)
-                        else:
-                            found.masks.append(mask[0])
-                            found.infinite |= mask[1]
+            (other,) = others
+            sign = -1.0 if made.name == "sub" else 1.0
+            for one in _terms(side(other, dims, factor * sign)) if known != 0 else ():
+                mask = _hiding_bias(one)
+                if mask is None:
+                    found.biases.append(one)
+                else:
+                    found.masks.append(mask[0])
+                    found.infinite |= mask[1]
         elif made.name == "select_n" and len(made.ins) == 3 and made.ins[0] is not below:
-            hidden = made.ins[1] if made.ins[2] is below else made.ins[2]
-            least = number(hidden)
+            kept = made.ins[2] is below
+            least = number(made.ins[1 if kept else 2])
             if least is None or not least * factor <= HIDING:
                 break
             found.infinite |= math.isinf(least)
-            which = side(made.ins[0])
-            found.masks.append(Side(which.value, which.dims, negated=made.ins[2] is not below))
-        elif made.name == "max" and known is not None and known <= HIDING:
-            pass
-        else:
+            found.masks.append(side(made.ins[0], dims, negated=not kept))
+        elif made.name != "max" or known is None or not known <= HIDING:
             break
         value = below
-    if value is product:
-        found.scale = factor
-    else:
-        found.rest, found.rest_factor = value, factor
+    found.scale, found.rest = factor, None if value is product else value
     return found
 
 
-def _terms(side: Side) -> Iterator[Side]:
+def _terms(one: Side) -> Iterator[Side]:
     """The arrays whose sum is added to the scores."""
-    value, dims = side.value, side.dims
-    made = value.made_by
-    while made is not None and made.casts and not is_known(value):
+    value, dims = one.value, one.dims
+    while (made := value.made_by) is not None and made.casts and not value.is_known:
         value, dims = narrowed(made.ins[0], dims)
-        made = value.made_by
-    if made is not None and made.name == "add" and not is_known(value):
+    if made is not None and made.name == "add" and not value.is_known:
         for v in made.ins:
-            small, axes = narrowed(v, dims if v.shape else ())
-            yield from _terms(Side(small, axes, side.factor))
+            yield from _terms(side(v, dims, one.factor))
     else:
-        yield side
+        yield one
 
 
-def _hiding_bias(side: Side) -> tuple[Side, bool] | None:
-    """The mask that a bias of zeros and large negative numbers is; None for other biases."""
-    value, dims = side.value, side.dims
-    while (made := value.made_by) is not None and made.casts:
-        value, dims = narrowed(made.ins[0], dims)
+def _hiding_bias(one: Side) -> tuple[Side, bool] | None:
+    """The mask that a bias of zeros and large negative numbers is, and whether these are -inf; None
+    for other biases."""
+    value, dims = rooted(one.value, one.dims, exact=False)
+    made = value.made_by
     if made is not None and made.name == "select_n" and len(made.ins) == 3:
         numbers = [number(v) for v in made.ins[1:]]
-        low = [n is not None and n * side.factor <= HIDING for n in numbers]
+        low = [n is not None and n * one.factor <= HIDING for n in numbers]
         if None not in numbers and sorted(low) == [False, True] and 0 in numbers:
-            which, dims = narrowed(made.ins[0], dims)
             infinite = any(math.isinf(n) for n in numbers if n is not None)
-            return Side(which, dims, negated=low[1]), infinite
-    if is_known(value):
-        if not any(value.varies):
+            return side(made.ins[0], dims, negated=low[1]), infinite
+    if not value.is_known or not any(value.varies):
+        return None
+    lowest = -math.inf
+    for _, block in rows(value, value.varies.index(True)):
+        seen = block.astype("float32") * one.factor
+        if not np.all((seen == 0) | (seen <= HIDING)):
             return None
-        lowest = -math.inf
-        for _, block in rows(value, value.varies.index(True)):
-            seen = block.astype("float32") * side.factor
-            if not np.all((seen == 0) | (seen <= HIDING)):
-                return None
-            if np.any(seen < 0):
-                lowest = max(lowest, float(seen[seen < 0].max()))
-        hides = value.dtype == bool  # where it is True; a number hides where it is not 0
-        return Side(value, dims, side.factor, negated=hides), lowest == -math.inf
-    return None
+        if np.any(seen < 0):
+            lowest = max(lowest, float(seen[seen < 0].max()))
+    hides = value.dtype == bool  # where it is True; a number hides where it is not 0
+    return Side(value, dims, one.factor, negated=hides), lowest == -math.inf
 
 
 def all_of(arrays: list[Any], sides: list[Side]) -> Any:
     """The mask that is True where all are; None without one."""
     mask = None
-    for x, side in zip(arrays, sides, strict=True):
-        one = (x != 0) ^ side.negated if side.value.dtype == bool else x == 0
-        mask = one if mask is None else mask & one
+    for x, one in zip(arrays, sides, strict=True):
+        x = (x != 0) ^ one.negated if one.value.dtype == bool else x == 0
+        mask = x if mask is None else mask & x
     return mask
 
 
 def added(arrays: list[Any], sides: list[Side]) -> Any:
+    """The sum of biases; None without one."""
     total = None
-    for x, side in zip(arrays, sides, strict=True):
-        x = x * jnp.asarray(side.factor, x.dtype) if side.factor != 1 else x
+    for x, one in zip(arrays, sides, strict=True):
+        x = x * jnp.asarray(one.factor, x.dtype) if one.factor != 1 else x
         total = x if total is None else total + x
     return total
-
-
-# -- the rest, as a score_mod ----------------------------------------------------------------------
 
 
 def score_mod(
     rest: Value, factor: float, product: Value, dims_of: Mapping[Value, Dims]
 ) -> tuple[Callable[..., Any], list[Side]]:
     """``f(score, b, h, q, kv, *operands)`` that computes ``factor * rest``, and its operands."""
-    made = between(rest, lambda v: v in dims_of and v is not product)
-    for equation in made:
-        if equation.name not in (*ELEMENTWISE, *LAYOUT):
-            raise Unclear(f"{equation.name} between the scores and their softmax")
-    chain = sorted(made, key=lambda e: e.at)
-    sides: dict[Value, int] = {}
-    operands: list[Side] = []
+    chain = sorted(between(rest, lambda v: v in dims_of and v is not product), key=lambda e: e.at)
+    operands: dict[Value, Side] = {}
     for equation in chain:
+        if equation.name not in ELEMENTWISE and equation.name not in LAYOUT:
+            raise Unclear(f"{equation.name} between the scores and their softmax")
         for v in equation.ins:
-            if v not in dims_of and v not in sides and number(v) is None:
-                sides[v] = len(operands)
-                dims = dims_of[equation.outs[0]] if v.shape else ()
-                operands.append(Side(*narrowed(v, dims)))
+            if v not in dims_of and v not in operands and number(v) is None:
+                operands[v] = side(v, dims_of[equation.outs[0]])
 
     def modified(score: Any, b: Any, h: Any, q: Any, kv: Any, *arrays: Any) -> Any:
-        def other(v: Value) -> Any:
-            return arrays[sides[v]] if v in sides else constant(v)
-
+        given = dict(zip(operands, arrays, strict=True))
+        other = lambda v: given[v] if v in given else constant(v)  # noqa: E731
         found = computed(chain, {product: score}, other)[rest]
         return found * factor if factor != 1 else found
 
-    return modified, operands
+    return modified, [*operands.values()]
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+_TURNED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
+_NEGATED = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt"}
+_ALL = 2**30  # keys
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A band of keys that a query sees: up to ``right`` after and fewer than ``left`` before its
+    own position, which is counted from the end if ``bottom_right``; None for all."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    def within(self, other: Seen) -> Seen | None:
+        """Both bands at once."""
+        if self.bottom_right != other.bottom_right:
+            return None
+        least = lambda *ends: min((n for n in ends if n is not None), default=None)  # noqa: E731
+        both = least(self.left, other.left), least(self.right, other.right)
+        return Seen(*both, self.bottom_right)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``dot_product_attention``."""
+        given: dict[str, Any] = {"bottom_right": self.bottom_right}
+        if self.right == 0:
+            given["is_causal"] = True
+        if self.right != 0 or self.left is not None:
+            left = _ALL if self.left is None else self.left - 1
+            given["local_window_size"] = (left, _ALL if self.right is None else self.right)
+        return given
+
+    def __str__(self) -> str:
+        if self.right != 0:
+            return "a band"
+        return "causal" if self.left is None else f"a causal window of {self.left}"
+
+
+def sorted_out(masks: list[Side], roles: Roles) -> tuple[Seen | None, Side | None, list[Side]]:
+    """The band of keys that masks leave, the lengths of the keys, and all other masks."""
+    seen, count, left = None, None, []
+    for one in (one for mask in masks for one in conjuncts(mask)):
+        if not one.axes <= roles.sizes.keys():
+            raise Unclear("a mask varies along an axis that the scores do not have")
+        if one.value.is_known:
+            fits = band(one, roles)
+            if fits == Seen():
+                continue
+            both = fits if seen is None or fits is None else seen.within(fits)
+            if both is not None:
+                seen = both
+                continue
+        elif count is None and (count := lengths(one, roles)) is not None:
+            continue
+        left.append(one)
+    return seen, count, left
+
+
+def conjuncts(mask: Side) -> Iterator[Side]:
+    """The conditions that must all hold where a mask is True."""
+    value, dims = narrowed(mask.value, mask.dims)
+    made, negated = value.made_by, mask.negated
+    parts: list[tuple[Value, Dims, bool]] = []
+    if made is not None and value.dtype == bool:  # a bias is compared as it is
+        ins, name = made.ins, made.name
+        if name == ("or" if negated else "and"):
+            parts = [(v, dims, negated) for v in ins]
+        elif name == "select_n" and len(ins) == 3 and not negated:
+            for way in (1, 0):  # where(p, x, False) is p & x
+                if number(ins[1 + way]) == 0:
+                    parts = [(ins[0], dims, way == 1), (ins[2 - way], dims, False)]
+        elif name == "not" or (name in ("convert_element_type", "copy") and ins[0].dtype == bool):
+            parts = [(ins[0], dims, negated ^ (name == "not"))]
+        elif name in ("gt", "ne") and number(ins[1]) == 0:
+            was, at = rooted(ins[0], dims, exact=False)
+            parts = [(was, at, negated)] if was.dtype == bool else []
+    for v, at, turned in parts:
+        yield from conjuncts(side(v, at, negated=turned))
+    if not parts:
+        yield Side(value, dims, mask.factor, negated)
+
+
+def band(mask: Side, roles: Roles) -> Seen | None:
+    """The band that a known mask of queries and keys is; None for other masks."""
+    if mask.axes - {roles.query, roles.key}:
+        return None
+    compared = _compared(mask, roles)
+    if compared is not None:
+        return compared
+    first, last = np.empty((2, roles.queries), np.int64)
+    by_query = roles.query in mask.axes
+    if by_query:
+        blocks: Any = rows(mask.value, mask.dims.index(roles.query))
+    else:
+        blocks = [(0, array(mask.value))]
+    for start, block in blocks:
+        block = (block != 0) ^ mask.negated if mask.value.dtype == bool else block == 0  # a bias
+        block = renamed(block, mask.dims, (roles.query, roles.key))
+        block = np.broadcast_to(block, (len(block), roles.keys))
+        count = block.sum(1)
+        if not count.all():
+            return None
+        low, high = block.argmax(1), roles.keys - 1 - block[:, ::-1].argmax(1)
+        if np.any(high - low + 1 != count):
+            return None
+        end = start + len(block) if by_query else roles.queries
+        first[start:end], last[start:end] = low, high
+    return _fitted(first, last, roles)
+
+
+def _compared(mask: Side, roles: Roles) -> Seen | None:
+    """The band of ``f(query) >= g(key)``, where ``g`` increases, and the like; None for others."""
+    made = mask.value.made_by
+    if made is None or made.name not in _TURNED or mask.value.dtype != bool:
+        return None
+    name, operands, less = made.name, [side(v, mask.dims) for v in made.ins], 0.0
+    terms: list[Side] = []
+    difference, by = operands[0].value.made_by, number(made.ins[1])
+    if by is not None and difference is not None and difference.name == "sub":
+        operands = terms = [side(v, operands[0].dims) for v in difference.ins]
+        less = by  # f - g >= c is f - c >= g
+    along = [one.axes for one in operands]
+    if along == [{roles.key}, {roles.query}]:
+        operands, name, less = operands[::-1], _TURNED[name], -less
+    elif along != [{roles.query}, {roles.key}]:
+        return None
+    if not all(np.issubdtype(one.value.dtype, np.integer) for one in operands):
+        return None
+    if terms:
+        held = np.iinfo(terms[0].value.dtype)
+        f, g = (array(one.value).astype(np.int64) for one in terms)
+        if f.min() - g.max() < held.min or f.max() - g.min() > held.max:
+            return None  # the difference wraps
+    query, key = (array(one.value).reshape(-1).astype(np.int64) for one in operands)
+    query = query - int(less)
+    if np.any(np.diff(key) <= 0):
+        return None
+    name = _NEGATED[name] if mask.negated else name
+    first, last = np.zeros(len(query), np.int64), np.full(len(query), len(key) - 1)
+    if name in ("ge", "gt"):
+        last = np.searchsorted(key, query, "right" if name == "ge" else "left") - 1
+    else:
+        first = np.searchsorted(key, query, "left" if name == "le" else "right")
+    return _fitted(first, last, roles) if np.all(first <= last) else None
+
+
+def _fitted(first: np.ndarray, last: np.ndarray, roles: Roles) -> Seen | None:
+    """The band of queries that see the keys from ``first`` to ``last``."""
+    query, found, end = np.arange(roles.queries), None, roles.keys - 1
+    for bottom_right in (False, True) if roles.queries != roles.keys else (False,):
+        own = query + (roles.keys - roles.queries if bottom_right else 0)
+        rights, lefts = (last - own)[last < end], (own - first)[first > 0] + 1
+        right, left = (int(ends[0]) if ends.size else None for ends in (rights, lefts))
+        if (right is not None and right < 0) or (left is not None and left < 1):
+            continue
+        high = np.minimum(own + right, end) if right is not None else np.full_like(own, end)
+        low = np.maximum(own - left + 1, 0) if left is not None else np.zeros_like(own)
+        if np.array_equal(high, last) and np.array_equal(low, first):
+            seen = Seen(left, right, bottom_right and (left, right) != (None, None))
+            found = seen if found is None or seen.right == 0 else found
+    return found
+
+
+def lengths(mask: Side, roles: Roles) -> Side | None:
+    """The number of keys of each batch element, where a mask is ``position < length``; ``factor``
+    is what to add to it."""
+    made = mask.value.made_by
+    if made is None or made.name not in _TURNED or mask.value.dtype != bool:
+        return None
+    operands = [side(v, mask.dims) for v in made.ins]
+    for name, (position, length) in ((made.name, operands), (_TURNED[made.name], operands[::-1])):
+        name = _NEGATED[name] if mask.negated else name
+        fits = position.axes == {roles.key} and length.axes <= {*roles.batch}
+        if not fits or not position.value.is_known or length.value.is_known:
+            continue
+        places = array(position.value).reshape(-1)  # it varies along the keys alone
+        whole = np.issubdtype(length.value.dtype, np.integer)
+        if whole and np.array_equal(places, np.arange(roles.keys)) and name in ("lt", "le"):
+            return Side(length.value, length.dims, factor=0.0 if name == "lt" else 1.0)
+    return None

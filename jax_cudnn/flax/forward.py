@@ -49,8 +49,8 @@ def _made(cls: type[M]) -> M:
 
 def _forward(cls: type[nnx.Module]) -> Callable[..., Any]:
     """The forward of a model of this class, and changes its Variables as the class does."""
-    from ..acceleration import choice
     from ..acceleration.api import accelerate
+    from ..acceleration.region import site
 
     @functools.wraps(cls.__call__, updated=())
     def pure(graph: Any, structure: Any, given: Any, args: Any, kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def _forward(cls: type[nnx.Module]) -> Callable[..., Any]:
     fast, left = accelerate(pure), set()
 
     def run(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        if choice.site() is None or _holds_modules((args, kwargs)):
+        if site() is None or _holds_modules((args, kwargs)):
             return cls.__call__(model, *args, **kwargs)
         graph, *states = nnx.split(model, nnx.Param, ...)
         given, structure = jax.tree.flatten((*states,))

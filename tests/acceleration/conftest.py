@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_cudnn.acceleration import choice
+from jax_cudnn.acceleration import region
 
 
 @pytest.fixture(autouse=True)
@@ -10,4 +10,4 @@ def _failures_are_errors(monkeypatch):
     def fail(message, what, exc_info):
         raise AssertionError(what) from exc_info
 
-    monkeypatch.setattr(choice.log, "warning", fail)
+    monkeypatch.setattr(region.log, "warning", fail)

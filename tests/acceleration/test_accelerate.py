@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn as jc
 from jax_cudnn._core import settings
 from jax_cudnn._core.plans.collect import in_jaxpr
-from jax_cudnn.acceleration import choice
+from jax_cudnn.acceleration import region as regions
 from jax_cudnn.acceleration.api import search
 
 SHAPE = (2, 128, 2, 64)
@@ -580,8 +580,8 @@ def test_a_function_is_traced_once():
 @pytest.mark.deviceless
 def test_equal_layers_are_decided_and_differentiated_once(monkeypatch):
     asked = []
-    refusal = choice.refusal
-    monkeypatch.setattr(choice, "refusal", lambda *a: asked.append(1) or refusal(*a))
+    refusal = regions.refusal
+    monkeypatch.setattr(regions, "refusal", lambda *a: asked.append(1) or refusal(*a))
 
     def model(layers, x, w, v):
         for _ in range(layers):

@@ -10,8 +10,8 @@ from acceleration.test_program import arrays, replaced
 from jax import nn
 
 import jax_cudnn as jc
-from jax_cudnn.acceleration.activations import _KINKED
 from jax_cudnn.acceleration.api import KINDS, search
+from jax_cudnn.acceleration.epilogues import _KINKED
 
 
 def gelu_by_hand(x):

@@ -360,10 +360,10 @@ def test_what_only_looks_like_attention_is_left():
 
 
 def test_long_masks_are_compared_in_blocks(monkeypatch):
-    from jax_cudnn.acceleration import known
+    from jax_cudnn.acceleration import values
 
     biggest = 0
-    computed = known._computed
+    computed = values._computed
 
     def watched(value, block, done):
         nonlocal biggest
@@ -372,7 +372,7 @@ def test_long_masks_are_compared_in_blocks(monkeypatch):
         biggest = max(biggest, owned.nbytes)
         return made
 
-    monkeypatch.setattr(known, "_computed", watched)
+    monkeypatch.setattr(values, "_computed", watched)
     x = jax.ShapeDtypeStruct((1, 8192, 1, 64), "bfloat16")
 
     def odd(q, k, v):  # neither a comparison of positions nor a short one
@@ -383,6 +383,56 @@ def test_long_masks_are_compared_in_blocks(monkeypatch):
 
     assert found(odd, x, x, x)[0][0].endswith("causal")
     assert 0 < biggest <= 20e6
+
+
+def test_known_arrays_are_computed_whole():
+    """Also from arrays that are the same along a dimension, which are held with one element."""
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    ones, some = jnp.ones, T // 2
+    masks = (
+        lambda: jnp.cumsum(ones(T, "int32")) <= some,
+        lambda: jnp.concatenate([ones(some, bool), jnp.zeros(T - some, bool)]),
+        lambda: jnp.concatenate([ones((T, some), bool), jnp.zeros((T, T - some), bool)], 1),
+    )
+    for mask in masks:
+
+        def attention(q, k, v, mask=mask):
+            s = jnp.einsum("bthd,bshd->bhts", q, k)
+            return jnp.einsum("bhts,bshd->bthd", weights(s, mask(), least=-1e9), v)
+
+        check(attention, q, k, v)
+
+
+def test_scores_that_are_rounded_to_integers_stay():
+    def attention(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k).astype("int32").astype("float32")
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
+
+    assert not found(attention, *arrays(*[(B, T, N, H)] * 3))[0]
+
+
+def test_differences_of_positions_that_wrap():
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
+    for dtype, least, off in (("uint32", 0, 0), ("int8", 3, 120)):
+
+        def attention(q, k, v, dtype=dtype, least=least, off=off):
+            at = jax.lax.iota(dtype, T)
+            far, near = jnp.asarray(off, dtype), jnp.asarray(off // 6, dtype)
+            mask = (at[:, None] + far) - (at - near) >= least
+            s = jnp.einsum("bthd,bshd->bhts", q, k)
+            return jnp.einsum("bhts,bshd->bthd", weights(s, mask, least=-1e9), v)
+
+        check(attention, q, k, v)
+
+
+def test_a_reshape_that_turns_dimensions_is_no_other_shape():
+    q, k, v, bias = arrays(*[(B, T, N, H)] * 3, (T, T))
+
+    def attention(q, k, v, bias):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) + jax.lax.reshape(bias, (T, T), (1, 0))
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v)
+
+    check(attention, q, k, v, bias)
 
 
 ORDERS = ("btnh,bsnh,bsnh->btnh", "bnth,bsnh,bnsh->btnh", "tbnh,sbnh,sbnh->tbnh",
