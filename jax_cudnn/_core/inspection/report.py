@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
+from ..graph.dtypes import FP8, is_floating
 from ..graph.spec import GraphSpec
-from .compare import Output
 
 SUSPECT = 4.0
 """An operation is suspect from this multiple of the error that rounding explains."""
@@ -27,6 +29,41 @@ _NONFINITE = {
     OPERANDS: "already in the operands",
     REFERENCE: "in the reference alone",
 }
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a graph, compared with its reference in float32 (float64 for such graphs).
+
+    Attributes:
+        name, dtype, shape: of the result in the graph (inside shard_map, of one device's shard).
+        largest: the largest ``|result - reference|``, over the finite elements.
+        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over these.
+        times_rounding: the larger of both in units of what rounding explains: at most about 1 for
+            a correct operation. Infinite where the result is NaN or Inf and the reference is not.
+        nan, inf: how many elements of the result are NaN, or infinite.
+        reference_nan, reference_inf: the same for the reference, in the range of that dtype.
+        reference_largest: the largest finite ``|reference|``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    relative: float
+    times_rounding: float
+    nan: int = 0
+    inf: int = 0
+    reference_nan: int = 0
+    reference_inf: int = 0
+    reference_largest: float = 0.0
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the reference has finite values that the dtype cannot hold."""
+        if not is_floating(self.dtype) or self.dtype in FP8:  # there, they saturate
+            return False
+        return self.reference_largest > float(jnp.finfo(self.dtype).max)
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,7 +59,11 @@ WRONG = {
     "typed": (lambda g, x, w: x.set_data_type("bfloat16"), Value, ["input x", "astype"]),
     "overflow": (lambda g, x, w: x * 1e300, Value, ["g.mul", "float32", "1e+300"]),
     "astype": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "set_data_type"]),
-    "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean 'g.conv_", "'g.conv_fprop'"]),
+    "name": (
+        lambda g, x, w: g.conv(x, x),
+        AttributeError,
+        ["did you mean 'g.conv_", "'g.conv_fprop'"],
+    ),
     "nested": (lambda g, x, w: jc.graph(lambda h, y: h.relu(y))(x), Type, ["nested", ".fn(g"]),
     "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "got: 1.0"]),
 }
