@@ -27,11 +27,11 @@ from .rewrite import Place, Rewriter, holds_graph
 def bisect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Bisection:
     """Find the fused operation that differs most from its reference, or produces the first NaN.
 
-    Runs the program of ``jax.jit(fn)`` on the default device, step by step. At each graph of this
-    package, including tangents and backwards, it runs the graph as the program does and, on the
-    same operands, its reference in float32, or in float64 if it has float64 arrays (products at
-    precision "highest"). It steps through loops (``scan``, ``while_loop``) and the taken branch of
-    ``cond``, and enters jit, remat, custom derivatives and ``shard_map``.
+    Runs the program of ``jax.jit(fn)`` with a comparison after each graph of this package,
+    including tangents and backwards: on the graph's operands it evaluates the reference in float32,
+    or in float64 if the graph has float64 arrays (products at precision "highest"). It follows
+    loops (``scan``, ``while_loop``), the taken branch of ``cond``, jit, remat, custom derivatives
+    and ``shard_map``.
 
     For each result ``f`` with reference ``r`` it reports the largest ``|f - r|``, the relative
     error ``|f - r| / |r|`` in the Euclidean norm, and both in units of the error that rounding
@@ -52,11 +52,12 @@ def bisect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Bisection:
             is called inside a traced function or with shapes instead of arrays.
         GraphError: the program contains no graph that can be inspected.
 
-    Limits: operations between graphs are compiled in parts, so XLA may fuse them differently than
-    in the whole program; a graph inside something that is not entered (listed in ``notes``) runs
-    without comparison; only results of a graph are compared; arrays must be on devices of this
-    process. Without an NVIDIA GPU, XLA runs the reference as the fused operation, so only rounding
-    differs.
+    Limits: XLA fuses no operation of a graph with those around it, as it may in the program itself;
+    the operands of each graph are copied to the host, which takes time, and for which JAX needs a
+    CPU device, too (``JAX_PLATFORMS=cuda,cpu``, or unset); a graph inside something that is not
+    followed (listed in ``notes``) runs without comparison; only results of a graph are compared;
+    arrays must be on devices of this process. Without an NVIDIA GPU, XLA runs the reference as the
+    fused operation, so only rounding differs.
 
     See also ``jax.config.update("jax_debug_nans", True)``, which raises a FloatingPointError with
     the name of the graph that returned a NaN (inside a loop or a compiled gradient it names only
@@ -127,7 +128,8 @@ class _Record:
     ) -> None:
         """Called by the program. ``run`` sorts all runs in program order.
 
-        It does not wait for ``operands``: on a CPU, what copies them may wait for this callback.
+        It does not wait for ``operands``: on a CPU, the thread that copies them may be in another
+        callback. Scalars are there at once.
         """
         run = tuple(map(int, run))
         with self._lock:
@@ -194,7 +196,7 @@ def _traced(
             f"{name} cannot be traced",
             expected="a function that jax.jit can compile for these arguments",
             got=f"{type(error).__name__}: {str(error).splitlines()[0]}"[:400],
-            why="bisect runs the program of jax.jit step by step",
+            why="bisect runs the program of jax.jit",
             fix="call bisect with the jitted part of it, or pass the values on which it branches "
             "as Python values",
         ) from error
@@ -205,7 +207,7 @@ def _traced(
             "bisect was called inside a traced function",
             expected="arrays with values",
             got="tracers",
-            why="it runs the program step by step",
+            why="it runs the program, and reports on its values",
             fix="call it outside jit, grad, vmap and scan, with the function that contains these",
         )
     return jaxpr, operands

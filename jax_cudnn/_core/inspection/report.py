@@ -81,9 +81,9 @@ class Entry:
             there), "both", "operands" (they contained some already), "reference" (the fused
             operation has none), or "".
         spec: the graph; prints as its operations.
-        operands: arrays by their names in the graph, for ``worst`` and ``first_nan`` of the
+        operands: NumPy arrays by their names in the graph, for ``worst`` and ``first_nan`` of the
             report; else None. Inside a shard_map they have a leading dimension with one element
-            for each device over which they vary.
+            for each device that ran the graph.
     """
 
     name: str

@@ -271,6 +271,25 @@ def test_shard_map_is_entered(key, wrong):
     assert jc.bisect(total, x, w).worst.name == "squash"
 
 
+def test_devices_go_on_for_different_times_and_shard_maps_are_nested():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
+    half = {"in_specs": P(None, "b"), "out_specs": P(None, "b"), "axis_names": {"b"}}
+
+    def rows(x):
+        i = lax.axis_index("a")
+        x = lax.cond(i > 1, lambda x: plus(x, x), lambda x: x, x)
+        x = lax.while_loop(lambda s: s[0] < i, lambda s: (s[0] + 1, squash(s[1])), (0 * i, x))[1]
+        return jax.shard_map(squash, **half)(x)
+
+    run = jax.jit(
+        jax.shard_map(rows, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    )
+    report = jc.bisect(run, jnp.ones((8, 256, 256)))  # JAX copies smaller arrays at once
+    assert (report.suspects, report.notes) == ((), ())
+    steps = [f"shard_map/while[{i}]" for i in range(3)]
+    assert [e.path for e in report] == ["shard_map/cond[1]", *steps, "shard_map/shard_map"]
+
+
 def test_the_table_has_the_most_suspicious_first_and_one_row_for_a_loop(key, wrong):
     wrong("tanh", lambda y: y * 1.5)
     run = lambda x, w: lax.scan(lambda c, _: (squash(block(c, w)), None), x, length=30)  # noqa: E731
