@@ -131,10 +131,10 @@ class _Record:
         It does not wait for ``operands``: on a CPU, the thread that copies them may be in another
         callback. Scalars are there at once.
         """
-        run = tuple(map(int, run))
+        run, figures = tuple(map(int, run)), jax.device_get(figures)
         with self._lock:
             *_, devices = self._arrived.setdefault(run, (equation, place, {}))
-            devices[int(device)] = jax.device_get(figures), operands
+            devices[int(device)] = figures, operands
             if len(devices) == place.devices:
                 self._compare(run)
 
@@ -142,9 +142,9 @@ class _Record:
         """All runs in program order."""
         for run in [*self._arrived]:  # in branches that only some devices take
             self._compare(run)
-        for name, ((_, run), shards) in self._kept.items():
+        for what, ((_, run), shards) in self._kept.items():
             entry = self._entries[run]
-            if name == "worst" or entry.nonfinite in (FUSED, BOTH):
+            if what == "worst" or entry.nonfinite in (FUSED, BOTH):
                 arrays = [np.stack(x) if isinstance(x, tuple) else np.asarray(x) for x in shards]
                 operands = dict(zip(entry.spec.inputs, arrays, strict=True))
                 self._entries[run] = replace(entry, operands=operands)
@@ -162,9 +162,9 @@ class _Record:
             "worst": -self._entries[run].times_rounding,
             "first_nan": nonfinite not in (FUSED, BOTH),
         }
-        for name, rank in ranks.items():
-            if name not in self._kept or (rank, run) < self._kept[name][0]:
-                self._kept[name] = (rank, run), shards
+        for what, rank in ranks.items():
+            if what not in self._kept or (rank, run) < self._kept[what][0]:
+                self._kept[what] = (rank, run), shards
 
 
 def _traced(

@@ -187,7 +187,7 @@ class Bisection:
         groups: dict[Any, list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry._group, []).append(entry)
-        rows = [(_most_suspicious(group), len(group)) for group in groups.values()]
+        rows = [(max(group, key=_suspicion), len(group)) for group in groups.values()]
         rows.sort(key=lambda row: _suspicion(row[0]), reverse=True)
         cells = [_HEADER, *(_cells(entry, runs) for entry, runs in rows[:_ROWS])]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -260,10 +260,6 @@ def _suspicion(entry: Entry) -> tuple[int, float]:
     suspect = entry.times_rounding >= SUSPECT
     rank = 3 if entry.nonfinite == FUSED else 2 if suspect else entry.nonfinite == BOTH
     return int(rank), entry.times_rounding
-
-
-def _most_suspicious(group: list[Entry]) -> Entry:
-    return max(group, key=_suspicion)
 
 
 def _cells(entry: Entry, runs: int) -> tuple[str, ...]:
