@@ -90,7 +90,7 @@ class Rewriter:
         return results if primitive.multiple_results else [results]
 
     def _graph(self, equation: Any, values: list[Any], place: Place) -> list[Any]:
-        # XLA neither shares operations of graph and reference, nor keeps more bits of a result.
+        # XLA neither shares operations of graph and reference, nor keeps more bits of a value.
         values = lax.optimization_barrier(values)
         results = lax.optimization_barrier(equation.primitive.bind(*values, **equation.params))
         run = (*place.numbers, next(self._count))
