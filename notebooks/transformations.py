@@ -157,7 +157,7 @@ check(got, curvature(lambda a, b: jax.nn.gelu(a @ b), a, c, dc), 2e-2)
 
 # %% [markdown]
 # ## Which graph is wrong?
-# `jc.bisect` runs a program step by step, compares each graph with its reference, and reports which
+# `jc.bisect` runs a program, compares each graph with its reference, and reports which
 # differs most or produces the first NaN.
 
 # %%

@@ -7,10 +7,9 @@ in any arithmetic, is not reported.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +20,8 @@ from ..graph.by_reference import ByReference
 from ..graph.dtypes import FP8, is_floating, wide_dtype
 from ..graph.node import Node
 from ..graph.reference import WIDE, evaluate
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, Tensor
+from .report import BOTH, FUSED, OPERANDS, REFERENCE, Output
 
 # Relative errors of correct computations: in float64, in float32 (exp, tanh and similar functions
 # have about 16 bits on a GPU), with operands rounded to TF32's 10 bits, in float8 products, whose
@@ -32,77 +32,145 @@ _HALF_ACCUMULATOR = 2.0**-9
 # At most one boolean in this many may differ.
 _EDGES = 1000
 
-Figures = Mapping[str, np.ndarray]
+
+# -- on the device ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
-    """One result of a graph, compared with its reference in float32, or in float64 (see ``wide``).
+def measure(spec: GraphSpec, operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
+    """What :func:`judge` needs, as scalars: for the operands, and for each result."""
+    wide, kind = _wide(spec), wide_dtype(*spec.tensors).name
+    unit: Any = jax.lax.platform_dependent(
+        cuda=lambda: np.float32(_inexactness(spec, True)),
+        default=lambda: np.float32(_inexactness(spec, False)),
+    )
+    floats = [x for x in operands if _floating(x)]
+    widened = [x.astype(kind) if _floating(x) else x for x in operands]
+    with jax.default_matmul_precision("highest"):
+        references = evaluate(wide, *widened, products=WIDE)
+        moved = evaluate(wide, *(_moved(x, unit) for x in widened), products=WIDE)
+    return {
+        "unit": unit,
+        "given_nan": sum((_count(jnp.isnan(x)) for x in floats), jnp.int32(0)),
+        "given_inf": sum((_count(jnp.isinf(x)) for x in floats), jnp.int32(0)),
+        "results": [
+            _of_result(kind, *three) for three in zip(results, references, moved, strict=True)
+        ],
+    }
 
-    Attributes:
-        name, dtype, shape: of the result in the graph (inside shard_map, of one device's shard).
-        largest: the largest ``|result - reference|``, over the finite elements.
-        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over these.
-        times_rounding: the larger of both in units of what rounding explains: at most about 1 for
-            a correct operation. Infinite where the result is NaN or Inf and the reference is not.
-        nan, inf: how many elements of the result are NaN, or infinite.
-        reference_nan, reference_inf: the same for the reference, in the range of that dtype.
-        reference_largest: the largest finite ``|reference|``.
+
+def _of_result(exact: str, result: Any, reference: Any, moved: Any) -> dict[str, Any]:
+    finite, over = _range(result.dtype, reference.astype(exact))
+    # Integers are subtracted as integers: float32 cannot represent all of them.
+    kind = exact if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
+    result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
+    error, move = (jnp.abs((x - reference).astype(exact)) for x in (result, moved))
+    values, size = result.astype(exact), jnp.abs(reference.astype(exact))
+    right = jnp.isfinite(values)
+    found = {
+        "reference_largest": jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0),
+        "nan": _count(jnp.isnan(values)),
+        "inf": _count(jnp.isinf(values)),
+        "reference_nan": _count(jnp.isnan(size)),
+        "reference_inf": _count(over & ~jnp.isnan(size)),
+        "new": _count(~right & finite),
+        "lost": _count(right & over),
+    }
+    for name, x, known in (("error", error, size), ("move", move, move), ("size", size, size)):
+        x = jnp.where(right & jnp.isfinite(known), x, 0)
+        found[name] = top = jnp.max(x, initial=0)
+        # Squares of large or small values exceed the dtype's range.
+        scaled = x / jnp.maximum(top, jnp.finfo(exact).tiny)
+        found[f"{name}_squares"] = jnp.sum(jnp.square(scaled))
+    return found
+
+
+def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
+    """Where a wide reference is certainly finite in a dtype, and where it certainly is not.
+
+    It does not convert to the dtype and back, because XLA may remove that.
     """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    largest: float
-    relative: float
-    times_rounding: float
-    nan: int = 0
-    inf: int = 0
-    reference_nan: int = 0
-    reference_inf: int = 0
-    reference_largest: float = 0.0
-
-    @property
-    def overflows(self) -> bool:
-        """Whether the reference has finite values that the dtype cannot hold."""
-        if not is_floating(self.dtype) or self.dtype in FP8:  # there, they saturate
-            return False
-        return self.reference_largest > float(jnp.finfo(self.dtype).max)
+    if not jnp.issubdtype(dtype, jnp.floating) or str(dtype) in FP8:  # they saturate
+        finite = jnp.isfinite(reference)
+        return finite, ~finite
+    info, size = jnp.finfo(dtype), jnp.abs(reference)
+    largest, eps, most = float(info.max), float(info.eps), float(jnp.finfo(size.dtype).max)
+    return size <= largest * (1 - eps), ~(size <= min(largest * (1 + eps), most))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison of all results. ``given_nan`` and ``given_inf`` count such elements of the
-    operands; ``new`` counts NaN or Inf that only the results have, ``lost`` those that only the
-    reference has."""
-
-    outputs: tuple[Output, ...]
-    given_nan: int
-    given_inf: int
-    new: int
-    lost: int
+def _moved(x: Any, unit: Any) -> Any:
+    """A wide array with each element changed by ``unit``, up or down; equal ones stay equal."""
+    if not _floating(x):
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if bits.ndim > x.ndim:  # the halves of float64
+        bits = bits[..., 0] ^ bits[..., 1]
+    up = ((bits ^ (bits >> 15)) * np.uint32(0x9E3779B1)) >> 31 == 1
+    return x * (1 + jnp.where(up, unit, -unit).astype(x.dtype))
 
 
-def measure(spec: GraphSpec, on_gpu: bool) -> Callable[..., Any]:
-    """A function from a graph's results and operands to figures, which can be compiled."""
-    return functools.partial(_figures, wide(spec), inexactness(spec, on_gpu), len(spec.outputs))
+def _floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
-    """The comparison from the figures, each an array with one element per device."""
-    given, lost, results = jax.device_get(figures)
-    unit = inexactness(spec, on_gpu)
-    outputs = tuple(
-        _judged(tensor.name, tensor.dtype, tensor.shape, unit, f)
-        for tensor, f in zip(spec.output_tensors, results, strict=True)
+def _count(mask: Any) -> Any:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+def judge(spec: GraphSpec, figures: Sequence[Any]) -> tuple[tuple[Output, ...], str]:
+    """The comparison of each result, and the source of NaN and Inf, from each device's figures."""
+    found = jax.tree.map(lambda *devices: np.array(devices, "float64"), *figures)
+    unit, results = float(found["unit"].max()), found["results"]
+    pairs = zip(spec.output_tensors, results, strict=True)
+    outputs = tuple(_judged(tensor, unit, f) for tensor, f in pairs)
+    given_nan, given_inf = found["given_nan"].any(), found["given_inf"].any()
+    nan = any(output.nan for output in outputs)
+    if not nan and not any(output.inf for output in outputs):
+        lost = any(f["lost"].any() for f in results) and not (given_nan or given_inf)
+        return outputs, REFERENCE if lost else ""
+    if given_nan or (given_inf and not nan):
+        return outputs, OPERANDS
+    return outputs, FUSED if any(f["new"].any() for f in results) else BOTH
+
+
+def _judged(tensor: Tensor, unit: float, f: Mapping[str, np.ndarray]) -> Output:
+    parts = ("error", "move", "size")
+    largest = {of: float(f[of].max()) for of in parts}
+    norms = {of: math.hypot(*f[of] * np.sqrt(f[f"{of}_squares"])) for of in parts}
+    relative = norms["error"] / norms["size"] if norms["size"] else math.inf
+    count = math.prod(tensor.shape) * len(f["nan"])
+    times = norms["error"] / _explained(tensor.dtype, unit, norms, math.sqrt(count))
+    if tensor.dtype != "bool":  # a boolean is either right or entirely wrong
+        times = max(times, largest["error"] / _explained(tensor.dtype, unit, largest, 1.0))
+    counted = ("nan", "inf", "reference_nan", "reference_inf")
+    return Output(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        largest=largest["error"],
+        relative=relative if norms["error"] else 0.0,
+        times_rounding=math.inf if f["new"].any() else times,
+        reference_largest=float(f["reference_largest"].max()),
+        **{of: int(f[of].sum()) for of in counted},
     )
-    new = sum(int(f["new"].sum()) for f in results)
-    return Comparison(
-        outputs, int(given["nan"].sum()), int(given["inf"].sum()), new, int(lost.sum())
-    )
 
 
-def wide(spec: GraphSpec) -> GraphSpec:
+def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -> float:
+    """The error that rounding explains, which is not 0: in norm for all, or for one element."""
+    if dtype == "bool":
+        return of["move"] + max(1.0, count / math.sqrt(_EDGES))
+    if not is_floating(dtype):  # to the nearest integer
+        return of["move"] + 0.5 * max(count, 1.0)
+    least = max(float(jnp.finfo(dtype).smallest_subnormal), (dtype != "float64") * 2.0**-126)
+    return max(_half_place(dtype), unit) * of["size"] + of["move"] + least * max(count, 1.0)
+
+
+# -- of a graph ------------------------------------------------------------------------------------
+
+
+def _wide(spec: GraphSpec) -> GraphSpec:
     """The graph for float32 operands, with float32 accumulation, products at precision "highest",
     and 16-bit results in float32; all of it in float64 where the graph has float64. Rounding inside
     the graph is part of its definition and stays."""
@@ -130,7 +198,7 @@ def _in_float32(node: Node) -> Node:
     return node
 
 
-def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
+def _inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     """The relative error of a correct computation of a graph, without the rounding of results."""
     anchored = {
         spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
@@ -148,137 +216,6 @@ def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     return max(amounts)
 
 
-# -- on the device ---------------------------------------------------------------------------------
-
-
-def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
-    """For ``count`` results followed by the operands: the operands' NaN and Inf, how many results
-    are finite where the reference is not, and figures for each result."""
-    results, operands = arrays[:count], arrays[count:]
-    floats = [x for x in operands if _floating(x)]
-    given = {"nan": _total(map(jnp.isnan, floats)), "inf": _total(map(jnp.isinf, floats))}
-    kind = wide_dtype(*spec.tensors).name
-    widened = [x.astype(kind) if _floating(x) else x for x in operands]
-    with jax.default_matmul_precision("highest"):
-        references = evaluate(spec, *widened, products=WIDE)
-        moved = evaluate(spec, *(_moved(x, unit) for x in widened), products=WIDE)
-    each = [
-        _of_result(kind, result, reference, other)
-        for result, reference, other in zip(results, references, moved, strict=True)
-    ]
-    lost = sum((f.pop("lost") for f in each), jnp.int32(0))
-    return given, lost, each
-
-
-def _of_result(exact: str, result: Any, reference: Any, moved: Any) -> dict[str, Any]:
-    finite, over = _range(result.dtype, reference.astype(exact))
-    # Integers are subtracted as integers: float32 cannot represent all of them.
-    kind = exact if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
-    result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
-    error, move = (jnp.abs((x - reference).astype(exact)) for x in (result, moved))
-    values, size = result.astype(exact), jnp.abs(reference.astype(exact))
-    right = jnp.isfinite(values)
-    parts = {
-        "error": jnp.where(right & jnp.isfinite(size), error, 0),
-        "move": jnp.where(right & jnp.isfinite(move), move, 0),
-        "size": jnp.where(right & jnp.isfinite(size), size, 0),
-    }
-    largest = {name: jnp.max(x, initial=0) for name, x in parts.items()}
-    # Squares of large or small values exceed the dtype's range.
-    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(exact).tiny)
-    squares = {f"{name}_squares": jnp.sum(jnp.square(x / scale)) for name, x in parts.items()}
-    return {
-        **largest,
-        **squares,
-        "scale": scale,
-        "reference_largest": jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0),
-        "nan": _total([jnp.isnan(values)]),
-        "inf": _total([jnp.isinf(values)]),
-        "reference_nan": _total([jnp.isnan(size)]),
-        "reference_inf": _total([over & ~jnp.isnan(size)]),
-        "new": _total([~right & finite]),
-        "lost": _total([right & over]),
-    }
-
-
-def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
-    """Where a wide reference is certainly finite in a dtype, and where it certainly is not.
-
-    It does not convert to the dtype and back, because XLA may remove that.
-    """
-    if not jnp.issubdtype(dtype, jnp.floating) or str(dtype) in FP8:  # they saturate
-        finite = jnp.isfinite(reference)
-        return finite, ~finite
-    info, size = jnp.finfo(dtype), jnp.abs(reference)
-    largest, eps, most = float(info.max), float(info.eps), float(jnp.finfo(size.dtype).max)
-    return size <= largest * (1 - eps), ~(size <= min(largest * (1 + eps), most))
-
-
-def _moved(x: Any, unit: float) -> Any:
-    """A wide array with each element changed by ``unit``, up or down; equal ones stay equal."""
-    if not _floating(x):
-        return x
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    if bits.ndim > x.ndim:  # the halves of float64
-        bits = bits[..., 0] ^ bits[..., 1]
-    mixed = (bits ^ (bits >> 15)) * np.uint32(0x9E3779B1)
-    up = (mixed >> 31) == 1
-    return x * jnp.where(up, 1 + unit, 1 - unit).astype(x.dtype)
-
-
-def _floating(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _total(masks: Any) -> Any:
-    return sum((jnp.sum(mask, dtype=jnp.int32) for mask in masks), jnp.int32(0))
-
-
-# -- on the host -----------------------------------------------------------------------------------
-
-
-def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures) -> Output:
-    scales = f["scale"].astype(np.float64)
-    top = float(scales.max())
-
-    def norm(of: str) -> float:
-        return top * math.sqrt(float(np.sum(f[f"{of}_squares"] * (scales / top) ** 2)))
-
-    norms = {of: norm(of) for of in ("error", "move", "size")}
-    largest = {of: float(f[of].max()) for of in ("error", "move", "size")}
-    count = math.prod(shape) * scales.size
-    relative = norms["error"] / norms["size"] if norms["size"] else math.inf
-    times = _ratio(norms["error"], _explained(dtype, unit, norms, math.sqrt(count)))
-    if dtype != "bool":  # a boolean is either right or entirely wrong
-        single = _explained(dtype, unit, largest, 1.0)
-        times = max(times, _ratio(largest["error"], single))
-    counted = ("nan", "inf", "reference_nan", "reference_inf")
-    return Output(
-        name,
-        dtype,
-        tuple(shape),
-        largest=largest["error"],
-        relative=relative if norms["error"] else 0.0,
-        times_rounding=math.inf if f["new"].any() else times,
-        reference_largest=float(f["reference_largest"].max()),
-        **{of: int(f[of].sum()) for of in counted},
-    )
-
-
-def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -> float:
-    """The error that rounding explains: in norm for all, or for one element."""
-    if dtype == "bool":
-        return of["move"] + max(1.0, count / math.sqrt(_EDGES))
-    if not is_floating(dtype):  # to the nearest integer
-        return of["move"] + 0.5 * count
-    least = max(float(jnp.finfo(dtype).smallest_subnormal), (dtype != "float64") * 2.0**-126)
-    return max(_half_place(dtype), unit) * of["size"] + of["move"] + least * count
-
-
 def _half_place(dtype: str) -> float:
     """The relative rounding error of a float: half a unit in the last place."""
     return float(jnp.finfo(dtype).eps) / 2 if is_floating(dtype) else 0.0
-
-
-def _ratio(error: float, explained: float) -> float:
-    return error / explained if error else 0.0

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
+from ..graph.dtypes import FP8, is_floating
 from ..graph.spec import GraphSpec
-from .compare import Output
 
 SUSPECT = 4.0
 """An operation is suspect from this multiple of the error that rounding explains."""
@@ -29,6 +31,41 @@ _NONFINITE = {
 }
 
 
+@dataclass(frozen=True)
+class Output:
+    """One result of a graph, compared with its reference in float32 (float64 for such graphs).
+
+    Attributes:
+        name, dtype, shape: of the result in the graph (inside shard_map, of one device's shard).
+        largest: the largest ``|result - reference|``, over the finite elements.
+        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over these.
+        times_rounding: the larger of both in units of what rounding explains: at most about 1 for
+            a correct operation. Infinite where the result is NaN or Inf and the reference is not.
+        nan, inf: how many elements of the result are NaN, or infinite.
+        reference_nan, reference_inf: the same for the reference, in the range of that dtype.
+        reference_largest: the largest finite ``|reference|``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    relative: float
+    times_rounding: float
+    nan: int = 0
+    inf: int = 0
+    reference_nan: int = 0
+    reference_inf: int = 0
+    reference_largest: float = 0.0
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the reference has finite values that the dtype cannot hold."""
+        if not is_floating(self.dtype) or self.dtype in FP8:  # there, they saturate
+            return False
+        return self.reference_largest > float(jnp.finfo(self.dtype).max)
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One run of a graph, compared with its reference.
@@ -44,9 +81,9 @@ class Entry:
             there), "both", "operands" (they contained some already), "reference" (the fused
             operation has none), or "".
         spec: the graph; prints as its operations.
-        operands: arrays by their names in the graph, for ``worst`` and ``first_nan`` of the
+        operands: NumPy arrays by their names in the graph, for ``worst`` and ``first_nan`` of the
             report; else None. Inside a shard_map they have a leading dimension with one element
-            for each device over which they vary.
+            for each device that ran the graph.
     """
 
     name: str
@@ -150,7 +187,7 @@ class Bisection:
         groups: dict[Any, list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry._group, []).append(entry)
-        rows = [(_most_suspicious(group), len(group)) for group in groups.values()]
+        rows = [(max(group, key=_suspicion), len(group)) for group in groups.values()]
         rows.sort(key=lambda row: _suspicion(row[0]), reverse=True)
         cells = [_HEADER, *(_cells(entry, runs) for entry, runs in rows[:_ROWS])]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -223,10 +260,6 @@ def _suspicion(entry: Entry) -> tuple[int, float]:
     suspect = entry.times_rounding >= SUSPECT
     rank = 3 if entry.nonfinite == FUSED else 2 if suspect else entry.nonfinite == BOTH
     return int(rank), entry.times_rounding
-
-
-def _most_suspicious(group: list[Entry]) -> Entry:
-    return max(group, key=_suspicion)
 
 
 def _cells(entry: Entry, runs: int) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn as jc
 from jax_cudnn._core import primitive
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.inspection import program
+from jax_cudnn._core.inspection import bisect as program
 from jax_cudnn._core.inspection.compare import judge, measure
-from jax_cudnn._core.inspection.interpret import Interpreter
+from jax_cudnn._core.inspection.rewrite import Rewriter
 
 block = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
 squash = jc.graph(lambda g, x: g.tanh(x) * 0.5)
@@ -53,11 +53,11 @@ def two_layers(x, w):
     return squash(block(x, w)).astype("float32").sum()
 
 
-def stepwise(function, *args):
-    """The program's results, one step after the other; and whether all of it was looked into."""
+def rewritten(function, *args):
+    """The results of the program with comparisons; and whether all graphs are compared."""
     jaxpr, inputs = program._traced(function, args, {}, "function")
-    interpreter = Interpreter(lambda *what: None)
-    return interpreter.run(jaxpr, inputs), not interpreter.unseen
+    rewriter = Rewriter(lambda *what: None)
+    return jax.jit(lambda *xs: rewriter.run(jaxpr, xs))(*inputs), not rewriter.unseen
 
 
 X = W = (1, 8, 8)
@@ -104,9 +104,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_step_by_step_a_program_gives_what_it_gives_and_nothing_is_suspect(name, key):
+def test_with_comparisons_a_program_gives_what_it_gives_and_nothing_is_suspect(name, key):
     args = operands(key, X, W)
-    got, entered = stepwise(PROGRAMS[name], *args)
+    got, entered = rewritten(PROGRAMS[name], *args)
     assert_same(got, jax.tree.leaves(PROGRAMS[name](*args)))
     assert entered
     report = jc.bisect(PROGRAMS[name], *args)
@@ -170,8 +170,7 @@ def test_another_order_of_adding_is_not_suspect_even_where_terms_cancel():
     backwards = np.cumsum(x[:, ::-1], 1, dtype="float32")[:, -1:]
 
     def times(result):
-        figures = jax.tree.map(lambda f: f[None], measure(spec, False)(jnp.asarray(result), x))
-        return judge(spec, figures, False).outputs[0]
+        return judge(spec, [measure(spec, [x], [jnp.asarray(result)])])[0][0]
 
     (exact,) = evaluate(spec, x)
     assert times(backwards).relative > 1e-4
@@ -261,7 +260,7 @@ def test_shard_map_is_entered(key, wrong):
     specs = {"in_specs": (P("a"), P()), "out_specs": P("a"), "check_vma": False}
     run = jax.shard_map(local_loss, mesh=mesh, **specs)
     total = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1))
-    got, entered = stepwise(total, x, w)
+    got, entered = rewritten(total, x, w)
     assert_same(got, jax.tree.leaves(jax.jit(total)(x, w)))
     assert entered
     report = jc.bisect(total, x, w)
@@ -270,6 +269,25 @@ def test_shard_map_is_entered(key, wrong):
     assert report.entries[0].outputs[0].shape == (1, 8, 8)
     wrong("tanh", lambda y: y * 1.1)
     assert jc.bisect(total, x, w).worst.name == "squash"
+
+
+def test_devices_go_on_for_different_times_and_shard_maps_are_nested():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
+    half = {"in_specs": P(None, "b"), "out_specs": P(None, "b"), "axis_names": {"b"}}
+
+    def rows(x):
+        i = lax.axis_index("a")
+        x = lax.cond(i > 1, lambda x: plus(x, x), lambda x: x, x)
+        x = lax.while_loop(lambda s: s[0] < i, lambda s: (s[0] + 1, squash(s[1])), (0 * i, x))[1]
+        return jax.shard_map(squash, **half)(x)
+
+    run = jax.jit(
+        jax.shard_map(rows, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    )
+    report = jc.bisect(run, jnp.ones((8, 256, 256)))  # JAX copies smaller arrays at once
+    assert (report.suspects, report.notes) == ((), ())
+    steps = [f"shard_map/while[{i}]" for i in range(3)]
+    assert [e.path for e in report] == ["shard_map/cond[1]", *steps, "shard_map/shard_map"]
 
 
 def test_the_table_has_the_most_suspicious_first_and_one_row_for_a_loop(key, wrong):
