@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn._core import agreement
-from jax_cudnn._core.implementation import CUDNN, XLA
+from jax_cudnn._core.user_context import CUDNN, XLA
 from jax_cudnn.commands import timing
 
 from . import power, queued, torch_graphs

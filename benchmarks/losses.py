@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.implementation import CUDNN, XLA
+from jax_cudnn._core.user_context import CUDNN, XLA
 
 Row = tuple[str, int, int, float, str]
 

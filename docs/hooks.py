@@ -91,7 +91,7 @@ def _operations() -> str:
     """Each method of ``g``, by its signature and the docstring of its class or function."""
     importlib.import_module("jax_cudnn")
     registry = importlib.import_module("jax_cudnn._core.graph.node").REGISTRY
-    signature = importlib.import_module("jax_cudnn._core.graph.calls").signature
+    signature = importlib.import_module("jax_cudnn._core.graph.arguments").signature
     lines = [
         "# Operations of a graph",
         "The methods of `g`, the first argument of a function under `@jax_cudnn.graph`: those of "

@@ -16,17 +16,17 @@ from ._core.errors import UnsupportedGraphError as UnsupportedGraphError
 from ._core.graph.options import Options as Options
 from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
-from ._core.implementation import implementation as implementation
 from ._core.later import __dir__ as __dir__
 from ._core.later import __getattr__ as __getattr__
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.primitive import save_cudnn as save_cudnn
+from ._core.user_context import implementation as implementation
 
 if TYPE_CHECKING:  # see _core/later.py
     from . import flax as flax
     from ._core.context import target as target
     from ._core.inspection.bisect import bisect as bisect
-    from ._core.planning.candidates import Candidate as Candidate
+    from ._core.planning.build import Candidate as Candidate
     from ._core.planning.deviceless.profiles import Profile as Profile
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
     from ._core.plans.explain import Report as Report
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.plans.support import plan as plan
     from ._core.plans.support import plans as plans
     from ._core.plans.support import support as support
+    from ._core.plans.support import warmup as warmup
     from ._core.plans.support_value import Support as Support
     from ._core.plans.tune import tune as tune
-    from ._core.plans.warmup import warmup as warmup
     from ._core.settings import configure as configure
     from .acceleration.api import accelerate as accelerate
     from .interop import Graph as Graph

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn._core.graph.example import Example
 from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.planned import Example
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jax_cudnn._core.ffi import TARGET
-from jax_cudnn._core.implementation import CUDNN, SPLIT, XLA
+from jax_cudnn._core.user_context import CUDNN, SPLIT, XLA
 from jax_cudnn.commands import timing
 
 from .. import exact, queued

@@ -17,8 +17,8 @@ import jax
 from jax_cudnn._core import agreement
 from jax_cudnn._core.errors import UnsupportedGraphError
 from jax_cudnn._core.graph.dtypes import FP8
-from jax_cudnn._core.implementation import CUDNN, implementation
 from jax_cudnn._core.planning.cost import Cost
+from jax_cudnn._core.user_context import CUDNN, implementation
 from jax_cudnn.commands import bench
 from jax_cudnn.commands.timing import Formulation, compare
 

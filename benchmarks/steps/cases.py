@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax_cudnn import ops
 from jax_cudnn._core import agreement, auto, compat, context
 from jax_cudnn._core.errors import TargetError
-from jax_cudnn._core.implementation import implementation
+from jax_cudnn._core.user_context import implementation
 from jax_cudnn.commands import bench
 
 from ..case import OURS, REFERENCE, Array, Case, Operand, Side

@@ -16,7 +16,6 @@ from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
 from .graph.spec import GraphSpec
-from .implementation import AUTO, CUDNN, XLA
 from .job import agreement
 from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
@@ -25,6 +24,7 @@ from .planning.planned_graph import Measured, PlannedGraph, Segments
 from .planning.split import whole
 from .planning.stored import row_of, said, segments_of
 from .settings import settings
+from .user_context import AUTO, CUDNN, XLA
 
 log = logging.getLogger("jax_cudnn")
 

@@ -17,11 +17,10 @@ import numpy as np
 from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
-from .graph.bounds import has_bounds
+from .graph.boundary import has_bounds, initial_values, stored, wire
 from .graph.layout import layout
 from .graph.merging import is_reread
 from .graph.spec import Tensor
-from .graph.wire import initial_values, stored, wire
 from .plans import selection
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from . import compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError, shown
-from .graph.bounds import bounded
+from .graph.boundary import bounded
 from .graph.layout import layout
 from .graph.spec import GraphSpec, Tensor
 

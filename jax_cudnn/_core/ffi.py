@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import LibraryError
+from .graph.boundary import initial_values, stored, wire
 from .graph.layout import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
-from .graph.wire import initial_values, stored, wire
 from .package import packaged_library
 from .planning.execution_plan import ExecutionPlan
 

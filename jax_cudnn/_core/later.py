@@ -12,7 +12,7 @@ from .package import version
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
     "accelerate": "acceleration.api",
-    "Candidate": "_core.planning.candidates",
+    "Candidate": "_core.planning.build",
     "Candidates": "_core.plans.selection",
     "Explanation": "_core.plans.explanation",
     "Graph": "interop.wrapper",
@@ -32,7 +32,7 @@ HOMES = {
     "support": "_core.plans.support",
     "target": "_core.context",
     "tune": "_core.plans.tune",
-    "warmup": "_core.plans.warmup",
+    "warmup": "_core.plans.support",
 }
 """The module of each name."""
 ROOMS = ("flax",)

@@ -15,13 +15,13 @@ import numpy as np
 from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
-from .graph.bounds import bounded
+from .graph.boundary import bounded
 from .graph.dtypes import is_floating
 from .operands import operands
 from .plans import selection
 
 if TYPE_CHECKING:
-    from .planning.candidates import Candidate
+    from .planning.build import Candidate
     from .planning.planned_graph import PlannedGraph
     from .plans.selection import Candidates
 

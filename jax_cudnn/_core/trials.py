@@ -18,12 +18,12 @@ import numpy as np
 from . import agreement, compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
-from .graph.bounds import bounded
+from .graph.boundary import bounded
 from .graph.layout import layout
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec
 from .operands import operands
-from .planning import failure
+from .planning import unsupported as failure
 from .planning.planned_graph import PlannedGraph, Segments
 from .plans.roofline import roofline
 

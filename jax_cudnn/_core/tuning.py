@@ -24,10 +24,10 @@ from . import compat
 from .agreement import UntoldError
 from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
+from .graph.boundary import wire
 from .graph.spec import GraphSpec
-from .graph.wire import wire
-from .implementation import AUTO
-from .planning import failure, losses, placement, planner, progress
+from .planning import losses, placement, planner, progress
+from .planning import unsupported as failure
 from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, Segments, Way
 from .planning.single_flight import SingleFlight
@@ -37,7 +37,7 @@ from .settings import FAST, FULL, OFF, settings
 from .store import cache
 from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
-from .user_context import WAYS
+from .user_context import AUTO, WAYS
 from .ways import first_ways, other_engines, segments_of, strict_reference, title_of, uses_cudnn
 
 log = logging.getLogger("jax_cudnn")

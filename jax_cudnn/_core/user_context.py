@@ -1,4 +1,4 @@
-"""Values that users set with ``with``; they are part of JAX's cache keys."""
+"""Values that users set with ``with``, as parts of JAX's cache keys; where a graph runs is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
+
+from .errors import GraphError, nearest, shown
 
 if TYPE_CHECKING:
     from .planning.deviceless.profiles import Profile
@@ -58,3 +60,53 @@ TARGET: UserContext[Profile | None] = UserContext(None)
 the start: JAX retraces functions that it traced before a user context was created."""
 WAYS: UserContext[tuple[tuple[Any, int], ...]] = UserContext(())
 """Canonical graphs with the number of the way that each runs: :func:`jax_cudnn.tune` tries them."""
+
+
+AUTO, CUDNN, SPLIT, XLA = IMPLEMENTATIONS = ("auto", "cudnn", "split", "xla")
+
+_implementation = UserContext(AUTO)
+
+
+def implementation(name: str) -> Any:
+    """Context manager and decorator: how graphs traced inside it run on an NVIDIA GPU.
+
+    An explicit ``implementation=`` of a graph function or operation takes precedence. Like all
+    JAX contexts it applies to the thread that entered it.
+
+    Args:
+        name: "auto" (the default): the fastest way to run the graph on this GPU, measured when it
+            is first lowered, and remembered in the plan cache. Without the GPU, with
+            ``deterministic`` or with ``jc.configure(tuning="off")`` it is "split". "split": cuDNN
+            runs the parts for which it has engines and was not measured to be slower, XLA runs
+            the rest of the same program. "cudnn": the whole graph
+            is one cuDNN plan, or an UnsupportedGraphError says why not; its derivatives may take
+            several plans with XLA between them, but every convolution and matmul in them runs on
+            cuDNN. "xla": XLA compiles the graph's reference.
+
+    Raises:
+        GraphError: an unknown name.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> with jc.implementation("xla"):
+        ...     y = relu(jnp.ones((8, 16)))
+    """
+    return _implementation.entered(checked(name))
+
+
+def current() -> str:
+    """The implementation set in this thread."""
+    return _implementation.value
+
+
+def checked(name: Any) -> str:
+    """The name itself; GraphError for an unknown one."""
+    if name not in IMPLEMENTATIONS:
+        raise GraphError(
+            "unknown implementation",
+            expected=", ".join(map(repr, IMPLEMENTATIONS)),
+            got=shown(name),
+            fix=nearest(name, IMPLEMENTATIONS),
+        )
+    return name

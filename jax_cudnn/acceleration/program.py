@@ -13,8 +13,8 @@ import jax.core
 from .._core import compat
 from .._core.graph.spec import GraphSpec
 from .._core.graph.xla_form import NARROW, evaluate
-from .._core.implementation import AUTO
 from .._core.primitive import cudnn_p
+from .._core.user_context import AUTO
 from .region import Region, as_aval
 from .values import CUSTOM, Call, Equation, Value, read, run_together
 

@@ -22,9 +22,9 @@ from .._core import compat, context
 from .._core.auto import place
 from .._core.errors import JaxCudnnError
 from .._core.graph.spec import GraphSpec
-from .._core.implementation import XLA
 from .._core.planning.cost import Cost, cost
 from .._core.plans.plan import Plan
+from .._core.user_context import XLA
 from . import timing
 from .functions import add_command, called
 from .timing import Comparison as Comparison

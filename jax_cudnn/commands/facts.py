@@ -96,7 +96,7 @@ class Facts:
 def collect() -> Facts:
     """The facts of this machine, in a few seconds."""
     from .._core.cuda import device_nodes, kernel_driver
-    from .._core.planning.deviceless import environment
+    from .._core.planning.deviceless import process as environment
 
     inherited = environment.variables()
     using = {

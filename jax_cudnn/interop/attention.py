@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError, shown
-from .._core.graph.calls import signature
+from .._core.graph.arguments import signature
 from .._core.graph.node import REGISTRY, Node
 from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.tensor import GraphTensor
-from .._core.graph.vocabulary import vocabulary
+from .._core.transforms.derivation import vocabulary
 from ..ops.attention.base import LENGTHS
 from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from .._core.graph.options import Options, Surroundings, replaced
 from .._core.graph.spec import GraphSpec
-from .._core.planning.candidates import Candidate
+from .._core.planning.build import Candidate
 from .._core.plans.plan import Plan
 from .._core.plans.support_value import Support
 from .arrays import listed, refusal

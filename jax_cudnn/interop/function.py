@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.bounds import bounded
+from .._core.graph.boundary import bounded
 from .._core.graph.dtypes import is_floating
 from .._core.graph.layout import layout, lies_so
 from .._core.graph.options import Options, Surroundings

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
+from .._core.graph.arguments import typed
 from .._core.graph.dtypes import INTEGERS, WORDS
-from .._core.graph.leaves import typed
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import defined_at
 from .arrays import SHAPE_OF_WORDS, Template, is_array, is_unset, listed, refusal

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from .._core.errors import JaxCudnnError
+from .._core.graph.arguments import signature
 from .._core.graph.builder import GraphBuilder
-from .._core.graph.calls import signature
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS, beside_integers, is_floating, wide_dtype
 from .._core.graph.layout import layout, packed_strides

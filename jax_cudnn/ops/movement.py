@@ -14,9 +14,9 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.example import Example
 from .._core.graph.node import LEAD, XLA_ONLY, Node, frozen
-from .._core.graph.vocabulary import Vocabulary, register_vocabulary
+from .._core.graph.planned import Example
+from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
 from .reduction import Reduction

@@ -14,8 +14,8 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.example import Example
 from .._core.graph.node import XLA_ONLY, Node, frozen
+from .._core.graph.planned import Example
 from .._core.graph.promotion import result_dtype
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
+from .._core.graph.planned import Example
 from .transformations import anywhere, grown
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.example import Example
 from .._core.graph.node import LEAD, XLA_ONLY, Node, Seen, frozen
+from .._core.graph.planned import Example
 from .transformations import anywhere
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from transformations import graphs
 
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.merging import is_split, widened
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning.split import part
 
 

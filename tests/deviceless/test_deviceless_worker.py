@@ -19,7 +19,15 @@ import pytest
 from helpers import python
 
 from jax_cudnn._core import errors
-from jax_cudnn._core.planning.deviceless import Profile, call, client, environment, profiles
+from jax_cudnn._core.planning.deviceless import (
+    Profile,
+    call,
+    client,
+    profiles,
+)
+from jax_cudnn._core.planning.deviceless import (
+    process as environment,
+)
 
 # The worker imports this file under this name; it gets our sys.path.
 HERE = "test_deviceless_worker"

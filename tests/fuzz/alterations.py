@@ -25,7 +25,7 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import auto, ffi
 from jax_cudnn._core.errors import GraphError
-from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.planning.execution_plan import SCALAR_STRIDE, ExecutionPlan, graph_rows
 from jax_cudnn._core.planning.stored import _listed
 from jax_cudnn._core.plans.plan import Plan

@@ -27,7 +27,7 @@ from cases import all_cases, dtype_cases
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda_graphs
-from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.planning import frontend, losses, stored
 from jax_cudnn._core.planning.deviceless import client, profiles
 from jax_cudnn._core.planning.limits import known_reasons

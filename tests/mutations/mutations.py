@@ -82,8 +82,8 @@ MUTATIONS = {
     "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest).astype(target)", "return value.astype(target)"),
     "integers are cut, not rounded": ("_core/graph/reference.py", "value = jnp.round(value)", "value = jnp.trunc(value)"),
     "what is kept is not rounded": ("_core/graph/reference.py", "rounded(kept(result, dtype) if is_read else result, dtype)", "result.astype(dtype) if not is_read else result"),
-    "bounds of one port only": ("_core/graph/bounds.py", "jnp.minimum(found[name], x) if name in found else x", "x"),
-    "ties of several uses not seen": ("_core/graph/wire.py", "if tensors[port].name in {*spec.inputs, *spec.outputs} - others:", "if tensors[port].name in {*spec.inputs, *spec.outputs}:"),
+    "bounds of one port only": ("_core/graph/boundary.py", "jnp.minimum(found[name], x) if name in found else x", "x"),
+    "ties of several uses not seen": ("_core/graph/boundary.py", "if tensors[port].name in {*spec.inputs, *spec.outputs} - others:", "if tensors[port].name in {*spec.inputs, *spec.outputs}:"),
     "batches that lie apart are merged": ("_core/graph/layout.py", "if order[first : first + len(own)] != own:", "if False:"),
     # transformations
     "tangent is not rounded": ("_core/transforms/linearize.py", "g.rounded(x, tensor.dtype) if exact else x", "x"),
@@ -104,8 +104,8 @@ MUTATIONS = {
     "arrays of a stored plan by value": ("_core/planning/stored.py", "CONSTANT) == tensor[\"isByValue\"]", "CONSTANT) in (True, False)"),
     "workspace of a stored plan not aligned": ("_core/planning/stored.py", " and offset % SCALAR_STRIDE == 0", ""),
     "dimensions of a stored plan not compared": ("_core/planning/stored.py", "found == shown.get(uid, found)", "True"),
-    "too little memory is the graph's fault": ("_core/planning/failure.py", "_LACKING.search(text) or ", ""),
-    "a failure is not tried twice": ("_core/planning/failure.py", "return attempt(fresh=True)", "raise first"),
+    "too little memory is the graph's fault": ("_core/planning/unsupported.py", "_LACKING.search(text) or ", ""),
+    "a failure is not tried twice": ("_core/planning/unsupported.py", "return attempt(fresh=True)", "raise first"),
     # store, job, custom call
     "damaged entries are believed": ("_core/store/entry.py", "if checksum(body) != header[2]:", "if False:"),
     "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),

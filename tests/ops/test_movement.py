@@ -9,8 +9,8 @@ import pytest
 from helpers import normal, product
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.layout import layout
-from jax_cudnn._core.graph.wire import wire
 
 arrays = functools.partial(normal, jax.random.key(3))
 

@@ -11,8 +11,8 @@ import pytest
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.graph.wire import wire
 
 
 def apply(method, *operands, **attributes):

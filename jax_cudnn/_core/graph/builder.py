@@ -15,13 +15,12 @@ import jax
 import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
-from .calls import ports_of, signature
+from .arguments import ports_of, signature
 from .dims import Dims, Shape, integers
 from .dtypes import beside_integers, float32_range, int32_range, wide_dtype
-from .intermediates import intermediate_dtypes
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
-from .promotion import compute_type, computed, inferred
+from .promotion import compute_type, computed, inferred, intermediate_dtypes
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor

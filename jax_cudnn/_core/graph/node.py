@@ -20,7 +20,6 @@ import jax
 from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, float32_range
-from .example import Example
 from .planned import ANY as ANY
 from .planned import CHANNELS_LAST as CHANNELS_LAST
 from .planned import EVEN_IF_STRICT as EVEN_IF_STRICT
@@ -33,8 +32,8 @@ from .planned import XLA_ONLY as XLA_ONLY
 from .planned import Anchor as Anchor
 from .planned import Edge as Edge
 from .planned import Engines as Engines
+from .planned import Example, Planned
 from .planned import OtherForm as OtherForm
-from .planned import Planned
 from .planned import Seen as Seen
 from .planned import View as View
 from .promotion import result_dtype

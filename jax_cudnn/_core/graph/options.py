@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
-from ..implementation import AUTO, checked, current
+from ..user_context import AUTO, checked, current
 from .dtypes import FLOATS, FP8, canonical, canonical_compute
 
 HEURISTICS = ("A", "B", "FALLBACK")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..implementation import CUDNN, XLA
+from ..user_context import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
 from .options import DEFAULTS, Options

@@ -14,8 +14,8 @@ import numpy as np
 from .. import registrations as registrations
 from ..errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from ..primitive import bind
+from .arguments import Aval, array, input_names, is_static, parameters, strongly_typed, typed
 from .builder import GraphBuilder
-from .leaves import Aval, array, input_names, is_static, parameters, strongly_typed, typed
 from .options import DEFAULTS, Options, Surroundings, replaced
 from .source import defined_at, raised_in, user_line
 from .spec import GraphSpec

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LibraryError
+from ..graph.boundary import stored
 from ..graph.dtypes import itemsize
 from ..graph.layout import layout
 from ..graph.spec import GraphSpec, Tensor
-from ..graph.wire import stored
 
 # Kinds of a binding; csrc/plan.h has the same numbers.
 OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)

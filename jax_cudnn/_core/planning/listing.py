@@ -15,9 +15,9 @@ from ..cuda import CudaDevice
 from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
 from ..reasons import Reasons
-from . import build, choice, failure
-from .build import Config
-from .candidates import Candidate
+from . import build, choice
+from . import unsupported as failure
+from .build import Candidate, Config
 from .deviceless.profiles import Profile
 from .unsupported import LEFT_OUT, unsupported
 

@@ -15,9 +15,10 @@ from ..errors import PlanningError, UnsupportedGraphError
 from ..graph.node import EVEN_IF_STRICT
 from ..graph.options import Surroundings
 from ..graph.spec import FLOAT64, GraphSpec
-from ..implementation import CUDNN
 from ..store import cache
-from . import failure, frontend, losses, planner, progress
+from ..user_context import CUDNN
+from . import frontend, losses, planner, progress
+from . import unsupported as failure
 from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan

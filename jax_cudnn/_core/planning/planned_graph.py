@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..cuda import CudaDevice
 from ..errors import GraphError
 from ..graph.spec import GraphSpec
-from ..implementation import CUDNN
+from ..user_context import CUDNN
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
 

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
+from ..graph.boundary import wire
 from ..graph.spec import GraphSpec
-from ..graph.wire import wire
 from ..package import fingerprint
 from ..store import cache
-from . import build, choice, failure, frontend, listing, progress
-from .candidates import Candidate
+from . import build, choice, frontend, listing, progress
+from . import unsupported as failure
+from .build import Candidate
 from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan, canonical_properties

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..graph import record
+from ..graph.boundary import wire
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
-from ..graph.field_types import checked
 from ..graph.layout import layout
+from ..graph.record import checked
 from ..graph.spec import GraphSpec
-from ..graph.wire import wire
 from ..package import fingerprint
 from ..settings import FAST, FULL
 from ..store.entry import Content, Unusable, checks, parsed

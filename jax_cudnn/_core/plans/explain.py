@@ -17,10 +17,10 @@ from typing import Any
 
 from ..compat import Device
 from ..errors import GraphTypeError, shown
+from ..graph.boundary import stored, wire
 from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
-from ..graph.wire import stored, wire
 from ..partition import GATHERED
 from ..planning import frontend, losses
 from ..planning.deviceless.profiles import Profile

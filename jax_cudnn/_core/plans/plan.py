@@ -9,7 +9,7 @@ from typing import Any
 from .. import cuda_graphs, execution, measuring
 from ..compat import Device
 from ..graph.spec import Tensor
-from ..planning.candidates import Candidate
+from ..planning.build import Candidate
 from ..planning.planned_graph import PlannedGraph
 from . import record, selection
 from .explanation import Explanation, explain

@@ -12,14 +12,14 @@ import jax
 from ..errors import GraphError
 from ..graph import record
 from ..graph.dtypes import TO_CUDNN, WORDS
-from ..graph.field_types import checked
+from ..graph.record import checked
 from ..graph.reference import evaluate
 from ..graph.spec import GraphSpec, intern
-from ..implementation import IMPLEMENTATIONS
 from ..package import version
 from ..planning.planned_graph import PlannedGraph
 from ..planning.stored import need, row_of, said, segments_of
 from ..store.entry import Unusable, check_size, checksum, parsed
+from ..user_context import IMPLEMENTATIONS
 from .explanation import explain
 
 _KIND = "jax_cudnn plan"

@@ -13,7 +13,7 @@ from ..errors import GraphError, PlanningError, UnsupportedGraphError
 from ..graph.options import HEURISTICS
 from ..graph.spec import intern
 from ..planning import choice, planner
-from ..planning.candidates import Candidate
+from ..planning.build import Candidate
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import PlannedGraph, PlannedSegment
 

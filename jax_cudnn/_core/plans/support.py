@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
@@ -14,13 +15,14 @@ from .. import compat, context
 from ..auto import place
 from ..compat import Device
 from ..cuda import CudaDevice
-from ..errors import GraphError, TargetError, UnsupportedGraphError, shown
+from ..errors import GraphError, GraphTypeError, TargetError, UnsupportedGraphError, shown
 from ..graph.spec import GraphSpec
-from ..planning import failure, frontend, planner, progress
+from ..planning import frontend, planner, progress
+from ..planning import unsupported as failure
 from ..planning.deviceless import client, profiles
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA
-from .collect import Graphs, graphs, pieces
+from .collect import Graphs, advised, graphs, in_jaxpr, is_sharded, pieces
 from .plan import Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .table import ByGpu, Plans
@@ -288,3 +290,51 @@ def default_devices() -> list[Device]:
     if default is not None and compat.is_cuda(default):
         return [default]
     return jax.local_devices()
+
+
+def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Plan every graph of a program ahead of its first call, also for other processes.
+
+    The program is traced and lowered, but not compiled or run; its plans stay in memory and in
+    the plan cache. Graphs inside a sharded program are planned for the shapes of one device; where
+    arrays are sharded, XLA compiles it for their mesh to find these.
+
+    Args:
+        fn: a function of arrays, jitted or not (static arguments and shardings are kept).
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` for shapes alone.
+
+    Returns:
+        The lowered program, whose ``.compile()`` continues on a machine with that GPU. It is
+        lowered for the GPU of ``jax_cudnn.target`` if set, else for the devices of ``fn``. Without
+        a GPU and a target nothing is planned, with a warning.
+
+    Raises:
+        JaxCudnnError: planning failed; tracing and lowering raise their own errors.
+
+    Example:
+        >>> import jax, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> with jc.target("H200"):                                           # doctest: +SKIP
+        ...     lowered = jc.warmup(relu, jax.ShapeDtypeStruct((64, 128), "bfloat16"))
+    """
+    if not callable(fn):
+        raise GraphTypeError(
+            "warmup takes a function",
+            expected="a function of arrays, or a jitted one",
+            got=shown(fn),
+        )
+    jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
+    with advised(args):
+        traced = jitted.trace(*args, **kwargs)
+    graphs = {*in_jaxpr(traced.jaxpr.jaxpr)}
+    nothing = not context.targeted() and not any(map(compat.is_cuda, jax.local_devices()))
+    if graphs and nothing:
+        warnings.warn(
+            "jax_cudnn.warmup plans nothing: there is no GPU. Name one: with "
+            'jax_cudnn.target("H200"): ...',
+            stacklevel=2,
+        )
+    elif graphs and is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
+        plans(fn, *args, **kwargs)
+    with progress.counted(len(graphs)):
+        return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

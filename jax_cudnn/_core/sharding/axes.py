@@ -21,7 +21,7 @@ from ..graph.node import Draws, Node
 from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
 from ..graph.spec import Call, GraphSpec, Tensor
-from .classes import ADD, Classes
+from .operations import ADD, Classes
 from .traced import Trace, Value
 
 PASS, SUM, WHOLE = "pass", "sum", "whole"

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .. import compat
-from .classes import ADD, MAX, MIN, Classes
-from .operations import RULES, Range, Value, known_range, unknown
+from .operations import ADD, MAX, MIN, RULES, Classes, Range, Value, known_range, unknown
 
 _MOVES = {
     *"convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims copy".split()

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
-from ..implementation import CUDNN
 from ..primitive import cudnn_local_p
+from ..user_context import CUDNN
 from .axes import WHOLE, Factor, drawing, factors, with_offsets
-from .classes import ADD, MAX, MIN
+from .operations import ADD, MAX, MIN
 from .shards import localized, parts
 
 Axes = tuple[str, ...]

@@ -12,8 +12,7 @@ from ..graph.by_reference import Batched
 from ..graph.node import LEAD, Node
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
-from ..graph.vocabulary import vocabulary
-from .derivation import Derivation
+from .derivation import Derivation, vocabulary
 from .derived import Derived
 
 _MOST = 32  # combinations of folds that are compared

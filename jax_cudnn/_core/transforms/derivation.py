@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..graph.builder import GraphBuilder
 from ..graph.dims import Shape
@@ -14,7 +14,6 @@ from ..graph.node import Node
 from ..graph.options import Options
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
-from ..graph.vocabulary import vocabulary
 
 
 class Derivation(GraphBuilder):
@@ -210,3 +209,36 @@ class Derivation(GraphBuilder):
         if isinstance(value, GraphTensor):
             return value
         return self.constant(Tensor("", (), "float32", float(value).hex()), rank)
+
+
+class Vocabulary(NamedTuple):
+    """Nodes, or functions that make them."""
+
+    add: Node
+    """Sums two tensors."""
+    cast: Node
+    """Converts its operand to another dtype."""
+    reshape: Callable[[Shape], Node]
+    transpose: Callable[[tuple[int, ...]], Node]
+    broadcast: Callable[[Shape], Node]
+    """Repeats dimensions of size 1."""
+    sum: Callable[[Shape], Node]
+    """Sums over the dimensions that are 1 in a shape."""
+    moves: tuple[type[Node], ...]
+    """Classes of nodes that only move elements, which XLA does equally well outside a graph."""
+    repeats: tuple[type[Node], ...]
+    """Classes of nodes that repeat elements, whose transpose is a sum."""
+
+
+_known: list[Vocabulary] = []
+
+
+def register_vocabulary(vocabulary: Vocabulary) -> None:
+    """Called once, by ``jax_cudnn.ops``."""
+    _known[:] = [vocabulary]
+
+
+def vocabulary() -> Vocabulary:
+    """The registered operations."""
+    (known,) = _known
+    return known

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..graph.node import Node
 from ..graph.spec import Call, GraphSpec, intern
-from ..graph.vocabulary import vocabulary
+from .derivation import vocabulary
 
 Key = Hashable
 """The key of an array in the code that derives and runs a graph."""

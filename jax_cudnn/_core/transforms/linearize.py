@@ -15,8 +15,7 @@ from ..graph.promotion import inferred
 from ..graph.spec import FORWARD, Call, GraphSpec, Origin, Tensor, intern
 from ..graph.spec import TANGENT as TANGENT_ROLE
 from ..graph.tensor import GraphTensor
-from ..graph.vocabulary import vocabulary
-from .derivation import Derivation
+from .derivation import Derivation, vocabulary
 from .derived import Derived
 from .residuals import choose
 from .transpose import transpose

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..errors import GraphTypeError, UnsupportedGraphError
 from ..graph.dtypes import E8M0
 from ..graph.spec import GraphSpec, intern
-from ..implementation import CUDNN
+from ..user_context import CUDNN
 from .batch import NoFold, batch
 from .derived import Derived, Key
 from .linearize import TANGENT, VALUE, linearize

@@ -12,8 +12,8 @@ from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.example import Example
 from ..._core.graph.node import NUMBERS_ONLY, ROW_MAJOR, Anchor, Node, Seen, frozen
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
 from .base import (

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import E8M0
-from ..._core.graph.example import Example
 from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..mxfp8 import dequantize_mxfp8, scales_shape
 from .base import Ordered

@@ -13,9 +13,9 @@ from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.example import Example
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Engines, Node, OtherForm, frozen
+from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
 from . import extras as extras
 from .base import BOTTOM_RIGHT, Attending, Ordered

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.example import Example
 from ..._core.graph.node import ONE_ELEMENT, Anchor, Engines
+from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Reason
 from .base import SOLVERS, ConvolutionGradient, Roles

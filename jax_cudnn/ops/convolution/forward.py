@@ -13,8 +13,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
-from ..._core.graph.example import Example
 from ..._core.graph.node import Anchor, Engines, Node
+from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from .base import SOLVERS, Convolution, Roles
 from .reference import convolved

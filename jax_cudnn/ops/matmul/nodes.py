@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
-from ..._core.graph.example import Example
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Node, frozen
+from ..._core.graph.planned import Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
 from ..transformations import alike, product_jvp

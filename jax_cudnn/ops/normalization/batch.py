@@ -13,8 +13,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.example import Example
 from ..._core.graph.node import XLA_ONLY, Node
+from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
 from .base import ANCHOR, BACKWARD_DIMS, Moments, normalized
 from .channels import (

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.boundary import BITS
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..._core.graph.wire import BITS
 from .. import epilogue
 from ..arguments import Padding, chosen, floating, promoted, transpose
 from ..convolution.functions import conv, groups_of_shapes, prepared

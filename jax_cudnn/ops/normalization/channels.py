@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.builder import register
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.example import Example
 from ..._core.graph.node import CHANNELS_LAST
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .base import BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
-from ..._core.graph.example import Example
 from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import BACKWARD_DIMS, TRAINING

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
-from ..._core.graph.example import Example
 from ..._core.graph.node import Engines, frozen
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
-from ..._core.graph.example import Example
 from ..._core.graph.node import frozen
+from ..._core.graph.planned import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise
 

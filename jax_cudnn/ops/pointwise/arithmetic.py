@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.graph.example import Example
+from ..._core.graph.planned import Example
 from .elementwise import IMAGES, ROWS, elementwise, usual
 
 if TYPE_CHECKING:

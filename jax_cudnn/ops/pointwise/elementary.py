@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.example import Example
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 

@@ -17,8 +17,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.example import Example
 from ..._core.graph.node import Node
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.example import Example
 from ..._core.graph.node import CHANNELS_LAST, LEAD, frozen
+from ..._core.graph.planned import Example
 from ..._core.graph.promotion import result_dtype
-from ..._core.graph.wire import register_conversions
 from ..._core.reasons import Reason
 from ..transformations import anywhere
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.errors import GraphError, GraphTypeError
+from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.example import Example
 from ..._core.graph.node import Edge, Node, frozen
-from ..._core.graph.wire import BITS
+from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .activation import Relu
 from .arithmetic import mul

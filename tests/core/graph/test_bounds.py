@@ -10,7 +10,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import execution
-from jax_cudnn._core.graph.bounds import bounded
+from jax_cudnn._core.graph.boundary import bounded
 
 S = jax.ShapeDtypeStruct
 OFFSETS = S((4,), "int32")

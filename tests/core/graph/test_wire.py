@@ -9,8 +9,8 @@ import pytest
 from helpers import lowered, spec_of
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.graph.wire import wire
 
 SHAPE = (2, 16, 4, 6)
 ROW = (1, 16, 1, 1)

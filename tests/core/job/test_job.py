@@ -16,7 +16,7 @@ from helpers import python, two_processes
 import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.job import agreement
-from jax_cudnn._core.job import record as job_record
+from jax_cudnn._core.job import agreement as job_record
 
 WORKER = Path(__file__).with_name("job_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"

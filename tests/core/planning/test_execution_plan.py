@@ -14,7 +14,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import auto
 from jax_cudnn._core.cuda_graphs import _new_call_site
-from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
 from jax_cudnn._core.planning import planner

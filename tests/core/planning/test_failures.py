@@ -10,7 +10,8 @@ from helpers import lowered, product, spec_of
 import jax_cudnn as jc
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.planning import build, planner
-from jax_cudnn._core.planning.deviceless import client, wire
+from jax_cudnn._core.planning.deviceless import client
+from jax_cudnn._core.planning.deviceless import process as wire
 
 MATRICES = [jax.ShapeDtypeStruct((1, 64, 64), "bfloat16")] * 2
 LIST = '{"engineId":1}\nError: CUDNN_STATUS_%s; Reason: g != 1\nWarning: CUDNN_STATUS_%s; Reason: x'

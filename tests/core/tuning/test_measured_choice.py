@@ -19,10 +19,10 @@ from cases import all_cases
 import jax_cudnn as jc
 from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
-from jax_cudnn._core.graph.bounds import bounded
+from jax_cudnn._core.graph.boundary import bounded
 from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.planning import losses, placement, planner, stored
-from jax_cudnn._core.planning.candidates import Candidate
+from jax_cudnn._core.planning.build import Candidate
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 GPU = CudaDevice(0)

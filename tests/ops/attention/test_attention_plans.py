@@ -28,8 +28,8 @@ from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.layout import layout
-from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.execution_plan import VIEW
 from jax_cudnn._core.plans.roofline import roofline

@@ -12,7 +12,7 @@ from norm_calls import KINDS, PLANNED, assert_close, group, instance, layer, rms
 from transformations import graphs_of, methods, relative_error
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.graph.boundary import wire
 
 each_kind = pytest.mark.parametrize("name", KINDS)
 

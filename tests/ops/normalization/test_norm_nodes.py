@@ -9,8 +9,8 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.layout import layout
-from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import losses
 
 S = jax.ShapeDtypeStruct

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import JaxCudnnError, PlanningWorkerError
-from . import environment, wire
+from . import process as environment
+from . import process as wire
 
 log = logging.getLogger("jax_cudnn")
 

@@ -24,7 +24,7 @@ import traceback
 from typing import Any
 
 from ...errors import LibraryError
-from . import wire
+from . import process as wire
 
 
 def main() -> None:
