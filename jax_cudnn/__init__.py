@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.planning.build import Candidate as Candidate
     from ._core.planning.deviceless.profiles import Profile as Profile
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
+    from ._core.planning.selection import Candidates as Candidates
     from ._core.plans.explain import Report as Report
     from ._core.plans.explain import explain as explain
     from ._core.plans.explanation import Explanation as Explanation
     from ._core.plans.picture import Picture as Picture
     from ._core.plans.plan import Plan as Plan
-    from ._core.plans.selection import Candidates as Candidates
     from ._core.plans.support import plan as plan
     from ._core.plans.support import plans as plans
     from ._core.plans.support import support as support

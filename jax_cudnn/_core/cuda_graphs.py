@@ -21,7 +21,7 @@ from .graph.boundary import has_bounds, initial_values, stored, wire
 from .graph.layout import layout
 from .graph.merging import is_reread
 from .graph.spec import Tensor
-from .plans import selection
+from .planning import selection
 
 if TYPE_CHECKING:
     from .planning.execution_plan import ExecutionPlan

@@ -145,7 +145,7 @@ def _word(value: float, dtype: Any) -> int:
 
 
 def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
-    """What a plan reads for a tensor of the graph, see graph/wire.py."""
+    """What a plan reads for a tensor of the graph, see graph/boundary.py."""
     if is_reread(tensor, wired):
         x = reread(jnp.broadcast_to(x, tensor.shape), tensor, wired)
     shape, dtype = stored(wired)
@@ -154,7 +154,7 @@ def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
 
 def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:
     """What a plan has written for a tensor of the graph: added up where that has one element, and a
-    boolean again, see graph/wire.py."""
+    boolean again, see graph/boundary.py."""
     x = reread(x, wired, tensor) if is_reread(tensor, wired) else x
     pairs = zip(x.shape, tensor.shape, strict=True)
     axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)

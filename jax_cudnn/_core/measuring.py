@@ -18,12 +18,12 @@ from .errors import GraphError, UnsupportedGraphError
 from .graph.boundary import bounded
 from .graph.dtypes import is_floating
 from .operands import operands
-from .plans import selection
+from .planning import selection
 
 if TYPE_CHECKING:
     from .planning.build import Candidate
     from .planning.planned_graph import PlannedGraph
-    from .plans.selection import Candidates
+    from .planning.selection import Candidates
 
 _SHORT, _LONG = 8, 40  # executions in a row, in one program
 _WARM, _LEAST, _MOST = 2, 5, 25  # rounds

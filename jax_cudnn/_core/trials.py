@@ -24,8 +24,8 @@ from .graph.reference import evaluate
 from .graph.spec import GraphSpec
 from .operands import operands
 from .planning import unsupported as failure
+from .planning.cost import roofline
 from .planning.planned_graph import PlannedGraph, Segments
-from .plans.roofline import roofline
 
 # One program runs a way so often in a row, and a round runs the program so often, that a round
 # takes about this long: starting a program and waiting for it then counts little.

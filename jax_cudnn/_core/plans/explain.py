@@ -23,12 +23,12 @@ from ..graph.merging import widened
 from ..graph.spec import Tensor
 from ..partition import GATHERED
 from ..planning import frontend, losses
+from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA, PlannedSegment
 from .explanation import size
 from .picture import Picture, microseconds, taken
 from .plan import Plan
-from .roofline import roofline
 from .support import plans
 from .table import aligned, shape, where
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError
-from ..planning.cost import cost
+from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
-from .roofline import roofline
 
 if TYPE_CHECKING:
     from ..cuda import CudaDevice

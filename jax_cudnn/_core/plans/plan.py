@@ -9,11 +9,12 @@ from typing import Any
 from .. import cuda_graphs, execution, measuring
 from ..compat import Device
 from ..graph.spec import Tensor
+from ..planning import selection
 from ..planning.build import Candidate
 from ..planning.planned_graph import PlannedGraph
-from . import record, selection
+from ..planning.selection import Candidates
+from . import record
 from .explanation import Explanation, explain
-from .selection import Candidates
 
 
 @dataclass(frozen=True, repr=False)

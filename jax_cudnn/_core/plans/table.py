@@ -11,11 +11,10 @@ from typing import Any
 from ..cuda import CudaDevice
 from ..errors import TargetError
 from ..graph.spec import GraphSpec, Tensor
-from ..planning.cost import cost
+from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 from ..planning.deviceless.profiles import Profile
 from .plan import Plan
-from .roofline import roofline
 
 _HEADER = ("graph", "operands", "runs on", "MB", "roofline us")
 

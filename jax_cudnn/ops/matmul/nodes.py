@@ -257,7 +257,7 @@ class Contraction(Matmul):
     C (batch, rows, columns), with this many dimensions of each.
 
     All dimensions stay apart, so that a mesh may shard each of them. Where cuDNN is planned, a
-    matmul of three dimensions replaces this node (``wire.py``).
+    matmul of three dimensions replaces this node (``boundary.py``).
     """
 
     batched: int = 0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..._core.graph.tensor import GraphTensor
     from ..._core.transforms.derivation import Derivation
 
-# In plans these nodes become cuDNN's own, see graph/wire.py.
+# In plans these nodes become cuDNN's own, see graph/boundary.py.
 _OTHERWISE = "cuDNN runs it only {}, with a mask that only g.masked reads"
 _IMAGES, _MASK = (8, 64, 14, 14), (8, 8, 14, 14)
 

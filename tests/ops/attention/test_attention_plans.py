@@ -31,8 +31,8 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import wire
 from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.planning import cost
+from jax_cudnn._core.planning.cost import roofline
 from jax_cudnn._core.planning.execution_plan import VIEW
-from jax_cudnn._core.plans.roofline import roofline
 
 pytestmark = pytest.mark.deviceless
 X, TOKENS = S((2, 4, 128, 64), "bfloat16"), S((2, 128, 4, 64), "bfloat16")

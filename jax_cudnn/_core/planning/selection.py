@@ -12,10 +12,10 @@ from ..cuda import CudaDevice
 from ..errors import GraphError, PlanningError, UnsupportedGraphError
 from ..graph.options import HEURISTICS
 from ..graph.spec import intern
-from ..planning import choice, planner
-from ..planning.build import Candidate
-from ..planning.deviceless.profiles import Profile
-from ..planning.planned_graph import PlannedGraph, PlannedSegment
+from . import choice, planner
+from .build import Candidate
+from .deviceless.profiles import Profile
+from .planned_graph import PlannedGraph, PlannedSegment
 
 P = TypeVar("P", bound=PlannedGraph)
 _SUPPORTED = {True: "yes", False: "no", None: "not tried"}
