@@ -303,7 +303,6 @@ def batch_norm(draw: Draw) -> Entry:
 def _conv_batch_norm(x: Any, w: Any, **more: Any) -> Any:
     of = ("strides", "padding", "dilation", "groups", "dimension_numbers")
     y = _conv(x, w, **{name: more.pop(name) for name in of})
-    more.pop("fused_statistics", None)
     return _batch_norm(y, axis=-1, **more)
 
 
@@ -316,7 +315,7 @@ def conv_batch_norm(draw: Draw) -> Entry:
     shape = jax.eval_shape(functools.partial(_conv, **options), **operands).shape
     more, of_norm = _statistics(draw, k)
     more |= draw.some(0.3, residual=draw.floats(*shape))
-    options |= of_norm | draw.some(0.3, fused_statistics=True)
+    options |= of_norm
     return entry(jc.ops.conv_batch_norm, _conv_batch_norm, operands | more, options)
 
 

@@ -42,22 +42,8 @@ def _inference(g, x, scale, bias, mean, inv_std, residual, *, activation, out):
     return epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
 
 
-def _with_sums(g, x, w, pivot, *, pads, strides, dilation, out):
-    """A convolution, and the sums per channel of its result minus the pivot, and of that squared.
-    With a pivot near the mean, the variance loses no precision to cancellation."""
-    pre, post = zip(*pads, strict=True)
-    y = g.conv_fprop(x, w, pre_padding=pre, post_padding=post, stride=strides, dilation=dilation)
-    y = y.set_data_type(out)
-    centred = g.sub(y, pivot)
-    each = (1, y.shape[1], *(1,) * (y.ndim - 2))
-    total = g.reduction(centred, mode="ADD", out_dims=each)
-    squares = g.reduction(g.mul(centred, centred), mode="ADD", out_dims=each)
-    return y, total, squares
-
-
 TRAINING = GraphFunction(_training, name="batch_norm")
 INFERENCE = GraphFunction(_inference, name="batch_norm")
-WITH_SUMS = GraphFunction(_with_sums, name="conv_batch_norm")
 
 
 def batch_norm(
@@ -160,7 +146,6 @@ def conv_batch_norm(
     groups: int | None = None,
     dimension_numbers: Any = None,
     precision: Any = None,
-    fused_statistics: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> tuple[jax.Array, Running]:
@@ -174,14 +159,7 @@ def conv_batch_norm(
         scale, bias, running_mean, running_var, training, momentum, epsilon: as in
             :func:`batch_norm`.
         residual, activation: as in :func:`batch_norm`.
-        fused_statistics: in training, the plan of the convolution also sums its result and the
-            square of it per channel, and XLA normalizes: the result is read once instead of twice.
-            The sums are of distances from the running mean. If that is far from the batch mean,
-            relative to the standard deviation, the variance loses precision with the square of the
-            ratio, as in the first steps while the running mean is still 0. On an H200 this is
-            faster in forwards of 7 x 7 images, and in no training step that was measured.
-        implementation, options: as in :func:`conv`. With ``fused_statistics`` they apply to the
-            convolution only; XLA normalizes.
+        implementation, options: as in :func:`conv`.
 
     Returns: (y, (mean, var)), as :func:`batch_norm`; y has the shape and dtype of the convolution.
 
@@ -209,7 +187,7 @@ def conv_batch_norm(
         "dimension_numbers": dimension_numbers,
     }
     found = {"precision": precision, "options": options, "implementation": implementation}
-    image, weight, shape, spec, windows = prepared(x, w, **arguments)
+    image, weight, shape, spec, _ = prepared(x, w, **arguments)
     image, weight = floating("x", image), floating("w", weight)
     running = _running(shape[1], running_mean, running_var)
     if not training:
@@ -226,27 +204,11 @@ def conv_batch_norm(
     if residual is not None:
         wanted = tuple(shape[axis] for axis in np.argsort(spec.out_spec))
         residual = transpose(epilogue.like_result(residual, wanted), spec.out_spec)
-    out = str(image.dtype)
-    if fused_statistics and 0 not in image.shape[1:]:
-        pivot = jax.lax.stop_gradient(running[0]).reshape(1, -1, *(1,) * (len(shape) - 2))
-        pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)  # the result does not depend on the pivot
-        graph = chosen(WITH_SUMS, options, precision, implementation)
-        y, total, squares = graph(image, weight, pivot, **windows, out=out)
-        count = math.prod((shape[0], *shape[2:]))
-        off = total / count
-        variance = jnp.maximum(squares / count - off * off, 0)
-        of_xla = "xla" if implementation == "xla" else "split"
-        y, _ = _normalized(
-            y, scale, bias, ((pivot + off).ravel(), variance.ravel()), residual, False, momentum,
-            epsilon, activation, None, of_xla,
-        )  # fmt: skip
-        new = _moved(running, ((pivot + off).ravel(), variance.ravel()), momentum)
-    else:
-        y = conv(x, w, **arguments, **found)
-        y, new = _normalized(
-            transpose(y, spec.out_spec), scale, bias, running, residual, True, momentum, epsilon,
-            activation, options, implementation,
-        )  # fmt: skip
+    y = conv(x, w, **arguments, **found)
+    y, new = _normalized(
+        transpose(y, spec.out_spec), scale, bias, running, residual, True, momentum, epsilon,
+        activation, options, implementation,
+    )  # fmt: skip
     return transpose(y, np.argsort(spec.out_spec)), new
 
 

@@ -31,7 +31,6 @@ class Case:
     w: tuple[int, ...] = ()
     numbers: Any = ("NHWC", "HWIO", "NHWC")
     conv: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    fused: bool = False
 
     @property
     def arrays(self):
@@ -75,7 +74,7 @@ class Case:
         own = {"training": self.training, "epsilon": self.epsilon, "momentum": momentum}
         own |= {"activation": self.activation, "running_mean": mean, "running_var": var, **given}
         if self.w:
-            own |= {"dimension_numbers": self.numbers, "fused_statistics": self.fused, **self.conv}
+            own |= {"dimension_numbers": self.numbers, **self.conv}
             y, new = jc.ops.conv_batch_norm(*arrays, **{**own, **keywords})
         else:
             y, new = jc.ops.batch_norm(*arrays, axis=self.axis, **{**own, **keywords})
