@@ -102,7 +102,7 @@ def checked(value: Any) -> Any:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, localns={"Node": Node})  # which spec.py imports for types alone
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
