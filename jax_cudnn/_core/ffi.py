@@ -103,8 +103,9 @@ def outputs_and_workspace(
         if (value := initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
-    layouts_in = [layout(sent).orders[name] for name in sent.inputs]
-    layouts_out = [layout(sent).orders[name] for name in sent.outputs]
+    orders = layout(sent).orders
+    layouts_in = [orders[name] for name in sent.inputs]
+    layouts_out = [orders[name] for name in sent.outputs]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(

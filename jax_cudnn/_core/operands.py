@@ -7,6 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from .graph.boundary import edges
 from .graph.dtypes import E8M0, is_floating
 from .graph.spec import GraphSpec, Tensor
 
@@ -26,9 +27,8 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
         t.name: _random(t, generator, np.roll(normal, -_APART * i))  # no two are the same numbers
         for i, t in enumerate(spec.input_tensors)
     }
-    for call in spec.calls:
+    for call, edge in zip(spec.calls, edges(spec), strict=True):
         node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
-        edge = node.boundary(shapes)
         names = {port: name for port, name in call.inputs if port in edge.integers}
         for port, offset in node.offsets.items():
             if offset in names and port in shapes:

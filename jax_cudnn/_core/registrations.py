@@ -22,6 +22,7 @@ from .primitive import (
     lower_local,
     lower_reference,
     observe,
+    observer,
     run_reference,
     title,
 )
@@ -63,7 +64,8 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.partitioning_mesh(ctx) is None:
-        observe((spec, name), (title(spec=spec, name=name), spec, ""))
+        if observer.get() is not None:
+            observe((spec, name), (title(spec=spec, name=name), spec, ""))
         return lower_local(ctx, *operands, spec=spec, name=name)
     from . import partition  # which programs for one device do without
 

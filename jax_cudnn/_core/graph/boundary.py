@@ -30,8 +30,8 @@ import jax.numpy as jnp
 
 from .dims import Shape
 from .merging import merged
-from .node import Node
-from .planned import MATRICES
+from .node import Edge, Node
+from .planned import MATRICES, Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
 BITS = 8  # of a byte, along the channels
@@ -52,12 +52,24 @@ def stored(tensor: Tensor) -> tuple[Shape, str]:
     return (n, c // BITS, *spatial), "uint8"
 
 
+_NONE = Edge()
+
+
+def edges(spec: GraphSpec) -> tuple[Edge, ...]:
+    """What each call's node says of its boundary, asked once."""
+    if "edges" not in spec._cache:
+        spec._cache["edges"] = tuple(
+            call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
+            for call, at in spec.at_ports
+        )
+    return spec._cache["edges"]
+
+
 def initial_values(spec: GraphSpec) -> dict[str, float]:
     """The value of the elements of a result that a plan does not write, if there are any."""
     return {
         name: edge.initial[port]
-        for call, tensors in spec.at_ports
-        if (edge := call.node.boundary(tensors)).initial
+        for call, edge in zip(spec.calls, edges(spec), strict=True)
         for port, name in call.outputs
         if port in edge.initial
     }
@@ -93,8 +105,8 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
     """The operands that are broadcast for the node that reads them, and its results that are
     summed."""
     found: dict[str, Shape] = {}
-    for call, tensors in spec.at_ports:
-        shapes = call.node.boundary(tensors).shapes
+    for (call, tensors), edge in zip(spec.at_ports, edges(spec), strict=True):
+        shapes = edge.shapes
         if not shapes:
             continue
         others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}
@@ -108,8 +120,8 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     """Masks as booleans, unless a node reads them as bytes."""
     masks: dict[str, Shape] = {}
     taken: set[str] = set()  # as bytes
-    edges = [call.node.boundary(at_ports) for call, at_ports in spec.at_ports]
-    for call, edge in zip(spec.calls, edges, strict=True):
+    own_edges = edges(spec)
+    for call, edge in zip(spec.calls, own_edges, strict=True):
         for port, name in (*call.inputs, *call.outputs):
             if port in edge.masks:
                 masks[name] = spec.tensor(call.inputs[0][1]).shape
@@ -119,7 +131,7 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     tensors = {t.name: t for t in spec.tensors}
     calls: list[Call] = []
     further: dict[str, None] = {}
-    for call, edge in zip(spec.calls, edges, strict=True):
+    for call, edge in zip(spec.calls, own_edges, strict=True):
         ports = dict((*call.inputs, *call.outputs))
         own = {ports[port] for port in edge.masks if port in ports}
         if not edge.masks or own & taken:
@@ -233,8 +245,7 @@ def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
     graph computes stay as they are.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
-    for call, tensors in spec.at_ports:
-        edge = call.node.boundary(tensors)
+    for call, edge in zip(spec.calls, edges(spec), strict=True):
         names = {port: name for port, name in call.inputs if port in edge.integers}
         given = {port: values[name] for port, name in names.items() if name in values}
         if not given or len(given) < len(names):
@@ -249,4 +260,4 @@ def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
 
 def has_bounds(spec: GraphSpec) -> bool:
     """Whether :func:`bounded` has anything to do."""
-    return any(call.node.boundary(tensors).integers for call, tensors in spec.at_ports)
+    return any(edge.integers for edge in edges(spec))

@@ -25,9 +25,10 @@ from functools import cached_property
 
 from .dims import Shape
 from .dtypes import WORDS
-from .planned import CHANNELS_LAST, MATRICES, MERGED, ROW_MAJOR, Seen, View
+from .planned import CHANNELS_LAST, MATRICES, MERGED, ROW_MAJOR, Planned, Seen, View
 from .spec import GraphSpec, Tensor
 
+_AS_IT_IS = Seen()
 _LEAST_RANK = 4  # around CHANNELS_LAST nodes
 
 
@@ -73,7 +74,12 @@ class Layout:
     @cached_property
     def _seen(self) -> list[Seen]:
         """What each node says of its tensors."""
-        return [call.node.layout(at, self._common) for call, at in self._spec.at_ports]
+        return [
+            call.node.layout(at, self._common)
+            if type(call.node).layout is not Planned.layout
+            else _AS_IT_IS
+            for call, at in self._spec.at_ports
+        ]
 
     @cached_property
     def views(self) -> dict[str, tuple[Shape, list[int]]]:

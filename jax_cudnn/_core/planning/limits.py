@@ -19,7 +19,7 @@ there. Without an anchor, all operations have one shape, up to the reductions at
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..graph.dims import Shape
 from ..graph.layout import layout
@@ -58,16 +58,17 @@ def _never(spec: GraphSpec) -> _Found:
 
 def _mixed_ranks(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see all tensors of a graph with one rank of at least three."""
+    seen = layout(spec)
     ranks = {
         len(shape)
         for tensor in spec.tensors
         if tensor.literal is None
-        for shape in [v.dims for v in layout(spec).parts.get(tensor.name, ())] or [tensor.shape]
+        for shape in [v.dims for v in seen.parts.get(tensor.name, ())] or [tensor.shape]
     }
     orders = {call.node.order for call in spec.calls if call.node.anchor}
     least = {4 if order == CHANNELS_LAST else 0 for order in orders}
     free = all(call.node.ports.is_elementwise or call.node.order == MERGED for call in spec.calls)
-    free = free or layout(spec).has_matrices
+    free = free or seen.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
     first, *others = map(str, sorted(ranks | least - {0}))
@@ -98,22 +99,23 @@ def _no_matrices(spec: GraphSpec) -> _Found:
 
 def _calls(spec: GraphSpec) -> _Found:
     """What single operations cannot do, and what their tensors cannot be."""
+    seen = layout(spec)
     for call in spec.calls:  # slices of another tensor's memory that a plan would have to copy
         source, out = call.inputs[0][1], call.outputs[0][1]
-        if out in layout(spec).slices:
+        if out in seen.slices:
             what = f"it is a slice of {source}, which is not an operand of the graph"
             if source in spec.inputs:
                 what = "its result leaves the graph or has its own layout, and so needs a copy"
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.requires})"
-    if any(call.node.order == MERGED for call in spec.calls) and layout(spec).merged is None:
+    if any(call.node.order == MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
     refusals = [call.node.support(tensors, spec) for call, tensors in spec.at_ports]
     for call, refused in zip(spec.calls, refusals, strict=True):
-        if refused := refused or _broadcasts(spec, call):
+        if refused := refused or _broadcasts(spec, call, seen.views):
             yield call.name, refused
 
 
@@ -131,11 +133,12 @@ def _small_intermediates(spec: GraphSpec) -> _Found:
                 yield call.name, f"{what} to {list(out)}: compute it before the call"
 
 
-def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
+def _broadcasts(
+    spec: GraphSpec, call: Call, views: Mapping[str, tuple[Shape, list[int]]]
+) -> Reason | None:
     """Why an elementwise operation cannot broadcast its operands like this, or None."""
     if not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
-    views = layout(spec).views
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY

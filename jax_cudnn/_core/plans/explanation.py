@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError
+from ..graph.boundary import edges
 from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 
@@ -125,7 +126,7 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "reason": segment.reason,
         "advice": [
             f"{call.name}: {found}"
-            for call, tensors in spec.at_ports
-            if (found := call.node.boundary(tensors).advice())
+            for call, edge in zip(spec.calls, edges(spec), strict=True)
+            if (found := edge.advice())
         ],
     }
