@@ -214,7 +214,7 @@ def _resample(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[st
 _ATTRIBUTES: dict[str, tuple[Any, Any]] = {
     "reduction": (range(9), _reduction),
     "genstats": ((3, 4, 5), lambda rng, sizes, node: {}),
-    "gen_index": (range(9), lambda rng, sizes, node: {"axis": rng.randrange(len(sizes))}),
+    "gen_index": (range(1, 9), lambda rng, sizes, node: {"axis": rng.randrange(len(sizes))}),
     "reshape": (range(9), _reshape),
     "transpose": (range(2, 9), _transpose),
     "slice": (range(9), _slice),
@@ -229,7 +229,7 @@ def _of_one(drawing: Drawing, node: type[Node]) -> Proposal:
 
 
 def _concatenate(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng, first = drawing.rng, pick(drawing, node)
+    rng, first = drawing.rng, pick(drawing, node, range(1, 9))
     axis = rng.randrange(len(first.shape))
     of = (*first.shape[:axis], rng.choice((1, 8)), *first.shape[axis + 1 :])
     known = drawing.known(lambda v: (v.dtype, v.shape) == (first.dtype, first.shape))
