@@ -1,9 +1,10 @@
-"""Convolutions with a bias and an activation in cuDNN's epilogue."""
+"""Convolutions with a bias, batch normalization and an activation in cuDNN's epilogue."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jax import lax
 
 from .. import ops
 from .._core.errors import GraphError
-from ..ops import arguments
+from ..ops import arguments, epilogue
 from ..ops.epilogue import Activation
-from .layer import Layer, finished, unknown
-from .operands import Operands, dimensions
+from .layer import Layer, Operands, finished, fusible, shallow, unknown
+from .normalization import BatchNorm, move, normalized, parameters
 
 log = logging.getLogger("jax_cudnn")
 _WRAPPED = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
@@ -59,12 +60,12 @@ class Conv(Layer, nnx.Conv):
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        prepared = None if out_sharding is not None else windows(self, inputs)
+        prepared = None if out_sharding is not None else _windows(self, inputs)
         if prepared is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
         found, window, shape = prepared
         x = found.x
-        if plain(self):
+        if _plain(self):
             y = ops.conv(
                 x, found.kernel, **window, bias=found.bias, activation=self.activation,
                 precision=self.precision, preferred_element_type=found.out,
@@ -72,7 +73,7 @@ class Conv(Layer, nnx.Conv):
         else:
             y = ops.conv_general_dilated(
                 x, found.kernel, window["strides"], window["padding"],
-                dimensions(self.input_dilation, x.ndim - 2), window["dilation"],
+                _dimensions(self.input_dilation, x.ndim - 2), window["dilation"],
                 window["dimension_numbers"], self.feature_group_count, precision=self.precision,
                 preferred_element_type=np.dtype(found.out),
             )  # fmt: skip
@@ -135,9 +136,9 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
                 found.kernel,
                 bias=found.bias,
                 activation=self.activation,
-                strides=dimensions(self.strides, rank),
+                strides=_dimensions(self.strides, rank),
                 padding=canonicalize_padding(self.padding, rank),
-                dilation=dimensions(self.kernel_dilation, rank),
+                dilation=_dimensions(self.kernel_dilation, rank),
                 dimension_numbers=_channels_last(rank),
                 transpose_kernel=self.transpose_kernel,
                 precision=self.precision,
@@ -146,6 +147,165 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
         except GraphError as error:  # for wrong arguments Flax raises its own error
             log.debug("ConvTranspose: XLA runs it: %s", error)
             return None
+
+
+class ConvNormAct(nnx.Module):
+    """``activation(norm(conv(x)) + residual)`` for an ``nnx.Conv`` and an ``nnx.BatchNorm``.
+
+    With running averages it is one cuDNN plan, in which the normalization is the epilogue of the
+    convolution. In training there are two plans: the convolution, and the normalization with the
+    activation.
+
+    Args:
+        in_features: as for ``nnx.Conv``.
+        out_features: as for ``nnx.Conv``.
+        kernel_size: as for ``nnx.Conv``.
+        strides: as for ``nnx.Conv``.
+        activation: as for ``jax_cudnn.ops.conv_batch_norm``, or None.
+        use_running_average: as for ``nnx.BatchNorm``.
+        momentum: as for ``nnx.BatchNorm``.
+        epsilon: as for ``nnx.BatchNorm``.
+        use_bias: whether the convolution has a bias.
+        dtype: as for both layers.
+        param_dtype: as for both layers.
+        rngs: as for both layers.
+        **conv: other arguments of ``nnx.Conv``.
+
+    The parameters and statistics are those of the inner layers ``conv`` and ``norm``, with Flax's
+    names, shapes and initialisers.
+
+    The two layers run sequentially, each as it does alone, if either falls back to Flax; if an
+    inner layer has an activation or another class; or for a bias of the convolution, input
+    dilation, negative padding, a ``dtype`` other than that of the convolution's result, or a
+    residual that broadcasts or widens the result.
+
+    Source: ``jax_cudnn.ops.conv_batch_norm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> block = jnn.ConvNormAct(3, 16, (3, 3), 2, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((2, 8, 8, 3))).shape
+        (2, 4, 4, 16)
+        >>> block.eval()
+        >>> sorted(nnx.to_pure_dict(nnx.state(block))["norm"])
+        ['bias', 'mean', 'scale', 'var']
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        activation: Activation = "relu",
+        use_running_average: bool | None = False,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **conv: Any,
+    ):
+        shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.conv = Conv(
+            in_features, out_features, kernel_size, strides, use_bias=use_bias, **shared, **conv
+        )
+        self.norm = BatchNorm(
+            out_features,
+            use_running_average=use_running_average,
+            momentum=momentum,
+            epsilon=epsilon,
+            **shared,
+        )
+        self.activation = epilogue.activation_name(activation)
+
+    @classmethod
+    def of(cls, conv: nnx.Conv, norm: nnx.BatchNorm, activation: Activation = None) -> Self:
+        """Makes a block that shares the Variables of two layers, of Flax or of this package. The
+        activation replaces the norm's own; None keeps that. The constructor of a derived class is
+        not called.
+
+        Raises:
+            GraphError: a layer has another class.
+        """
+        made = shallow(nnx.Module(), cls)
+        made.conv, made.norm = Conv.of(conv), BatchNorm.of(norm)
+        given = made.norm.activation if activation is None else activation
+        made.norm.activation, made.activation = None, epilogue.activation_name(given)
+        return made
+
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies the block to x (*batch, *spatial, in_features); the residual broadcasts to the
+        result."""
+        norm, averages = self.norm, use_running_average
+        residual = None if residual is None else jnp.asarray(residual)
+        if averages is None:
+            averages = getattr(norm, "use_running_average", None)
+        prepared = None if averages is None else self._fused(x, residual)
+        if prepared is None:
+            return self._of_layers(x, use_running_average, residual)
+        found, window, shape = prepared
+        if residual is not None:
+            residual = residual.reshape(-1, *shape[x.ndim - found.x.ndim + 1 :])
+        y, running = ops.conv_batch_norm(
+            found.x,
+            found.kernel,
+            *parameters(norm),
+            norm.mean[...],
+            norm.var[...],
+            training=not averages,
+            momentum=norm.momentum,
+            epsilon=norm.epsilon,
+            residual=residual,
+            activation=self.activation,
+            precision=self.conv.precision,
+            **window,
+        )
+        if not averages:
+            move(norm, running)
+        return y.reshape(shape)
+
+    def _of_layers(self, x: jax.Array, averages: bool | None, residual: Any) -> jax.Array:
+        """Runs the layers sequentially, whatever their classes."""
+        norm, y = self.norm, self.conv(x)
+        if type(norm) is BatchNorm and norm.activation is None:
+            return normalized(norm, y, averages, None, residual, self.activation)
+        y = norm(y) if averages is None else norm(y, use_running_average=averages)
+        return finished(y, self.activation, residual=residual)
+
+    def _fused(self, x: jax.Array, residual: jax.Array | None) -> Any:
+        """The result of ``_windows`` if both layers fit into one graph, whose dtype is that of
+        both results and of the sum with the residual; else None."""
+        conv, norm = self.conv, self.norm
+        if type(conv) is not Conv or type(norm) is not BatchNorm:
+            return None
+        alone = conv.bias is None and conv.activation is None and norm.activation is None
+        if not alone or norm.axis != -1 or norm.unfused or not _plain(conv):
+            return None
+        of_norm = [v for v in (norm.mean[...], norm.var[...], *parameters(norm)) if v is not None]
+        prepared = _windows(conv, x)
+        if prepared is None or not fusible(*of_norm):
+            return None
+        found, _, shape = prepared
+        dtypes = {found.x.dtype, jnp.dtype(found.out)}
+        dtypes |= {jnp.dtype(norm.dtype or jnp.float32)}  # at least that of the statistics
+        if len(dtypes) > 1 or any(v.shape != shape[-1:] for v in of_norm):
+            return None
+        fits = residual is None or (
+            residual.shape == shape
+            and fusible(residual)
+            and jnp.result_type(found.x, residual) == found.x.dtype
+        )
+        return prepared if fits else None
 
 
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
@@ -160,19 +320,19 @@ def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
     return Operands.of(layer, inputs, kernel)
 
 
-def plain(layer: nnx.Conv) -> bool:
-    """Whether ``ops.conv`` supports a layer's settings once ``windows`` has prepared them."""
+def _plain(layer: nnx.Conv) -> bool:
+    """Whether ``ops.conv`` supports a layer's settings once ``_windows`` has prepared them."""
     rank = len(layer.kernel_size)
     padding = canonicalize_padding(layer.padding, rank)
     inwards = not isinstance(padding, str) and np.min(padding, initial=0) < 0
-    return 1 <= rank <= 3 and {*dimensions(layer.input_dilation, rank)} == {1} and not inwards
+    return 1 <= rank <= 3 and {*_dimensions(layer.input_dilation, rank)} == {1} and not inwards
 
 
 def _batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
     return inputs.shape[: inputs.ndim - len(layer.kernel_size) - 1]
 
 
-def windows(
+def _windows(
     layer: Conv, inputs: jax.Array
 ) -> tuple[Operands, dict[str, Any], tuple[int, ...]] | None:
     """The operands, with one batch dimension and with padding that cuDNN does not support applied;
@@ -186,7 +346,7 @@ def windows(
         return None
     rank, x = len(layer.kernel_size), found.x
     x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
-    dilation = dimensions(layer.kernel_dilation, rank)
+    dilation = _dimensions(layer.kernel_dilation, rank)
     padding = canonicalize_padding(layer.padding, rank)
     reach = [d * (size - 1) for size, d in zip(layer.kernel_size, dilation, strict=True)]
     if padding == "CAUSAL" and rank == 1:
@@ -194,7 +354,7 @@ def windows(
     elif isinstance(padding, str) and padding in _WRAPPED:
         around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
         x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
-    strides, between = (dimensions(s, rank) for s in (layer.strides, layer.input_dilation))
+    strides, between = (_dimensions(s, rank) for s in (layer.strides, layer.input_dilation))
     sizes = [b * (size - 1) + 1 for size, b in zip(x.shape[1:-1], between, strict=True)]
     window = [r + 1 for r in reach]
     if isinstance(padding, str) and padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
@@ -223,3 +383,9 @@ def _channels_last(rank: int) -> lax.ConvDimensionNumbers:
     spatial = range(rank)
     image = (0, rank + 1, *(1 + axis for axis in spatial))
     return lax.ConvDimensionNumbers(image, (rank + 1, rank, *spatial), image)
+
+
+def _dimensions(setting: Any, rank: int) -> tuple[int, ...]:
+    """A setting for each spatial dimension; None means 1."""
+    setting = 1 if setting is None else setting
+    return (setting,) * rank if isinstance(setting, int) else tuple(setting)
