@@ -314,19 +314,14 @@ class _Impure(Exception):
 @functools.cache
 def _derived(cls: type[M]) -> type[M]:
     """The class with an accelerated ``__call__``."""
-    run = _forward(cls)
-
-    @functools.wraps(cls.__call__, updated=())
-    def __call__(self: M, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs)
 
     def __reduce_ex__(self: M, protocol: Any) -> Any:
         _, _, *state = object.__reduce_ex__(self, protocol)
         return (_made, (cls,), *state)  # pickle finds the class by its name
 
-    own = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_accelerated_forward": True}
-    names = ("__module__", "__qualname__", "__doc__")
-    return type(cls)(cls.__name__, (cls,), {**own, **{n: getattr(cls, n) for n in names}})
+    own = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own |= {"__call__": _forward(cls), "__reduce_ex__": __reduce_ex__, "_accelerated_forward": True}
+    return type(cls)(cls.__name__, (cls,), own)
 
 
 def _made(cls: type[nnx.Module]) -> Any:
@@ -335,7 +330,7 @@ def _made(cls: type[nnx.Module]) -> Any:
 
 
 def _forward(cls: type[nnx.Module]) -> Callable[..., Any]:
-    """The forward of a model of this class, and changes its Variables as the class does."""
+    """``__call__`` of a class, which changes a model's Variables as the class itself does."""
     from ..acceleration import choice
     from ..acceleration.api import accelerate
 
@@ -354,7 +349,8 @@ def _forward(cls: type[nnx.Module]) -> Callable[..., Any]:
 
     fast, left = accelerate(pure), set()
 
-    def run(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(cls.__call__, updated=())
+    def forward(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         if choice.site() is None or _holds_modules((args, kwargs)):
             return cls.__call__(model, *args, **kwargs)
         graph, *states = nnx.split(model, nnx.Param, ...)
@@ -372,7 +368,7 @@ def _forward(cls: type[nnx.Module]) -> Callable[..., Any]:
             nnx.update(model, jax.tree.unflatten(jax.tree.structure(states[1]), changed))
         return results
 
-    return run
+    return forward
 
 
 def _holds_modules(tree: Any) -> bool:

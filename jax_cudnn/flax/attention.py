@@ -234,7 +234,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return
         check_page_size(self.page_size)
         plain = self._attention() is ops.attention_fn
-        if why := self.unfused or (None if plain else "its attention_fn also rotates"):
+        if why := self.unfused or (None if plain else "its attention_fn rotates, or has arguments"):
             raise GraphError(
                 "this attention cannot read pages, but page_size is set",
                 expected="nnx.dot_product_attention or jax_cudnn.ops.attention_fn as attention_fn",
@@ -298,9 +298,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         one, *others = layers
         if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
             return None  # Flax rejects other rates; nnx.capture may read each projection
-        if x.ndim < 3 or not all(
-            type(layer) is LinearGeneral and _plain(layer) for layer in layers
-        ):
+        if x.ndim < 3 or not all(map(_plain, layers)):
             return None
         settings = ("dtype", "precision", "in_features")
         same = [getattr(a, name) == getattr(one, name) for a in others for name in settings]
@@ -335,8 +333,10 @@ def _attention_qkv(qkv: jax.Array, heads: int, *, precision: Any, **named: Any) 
     return out.reshape(*qkv.shape[:-2], heads, qkv.shape[-1])
 
 
-def _plain(layer: LinearGeneral) -> bool:
+def _plain(layer: Any) -> bool:
     """Whether a projection is a plain product with a kernel (features, heads, size)."""
+    if type(layer) is not LinearGeneral:
+        return False
     one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
     untouched = layer.activation is None and layer.preferred_element_type is None
     untouched &= layer.promote_dtype is promote_dtype  # a custom one expects three arrays

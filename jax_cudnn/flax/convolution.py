@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ from .. import ops
 from .._core.errors import GraphError
 from ..ops import arguments, epilogue
 from ..ops.epilogue import Activation
-from .layer import Layer, Operands, finished, fusible, shallow, unknown
+from .layer import ActivatedLayer, Operands, finished, fusible, shallow, unknown
 from .normalization import BatchNorm, move, normalized, parameters
 
 log = logging.getLogger("jax_cudnn")
 _WRAPPED = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
 
-class Conv(Layer, nnx.Conv):
+class Conv(ActivatedLayer, nnx.Conv):
     """``flax.nnx.Conv`` with fused bias and activation: ``activation(conv(x, W) + b)``.
 
     Args:
@@ -40,8 +40,6 @@ class Conv(Layer, nnx.Conv):
     ``conv_general_dilated``, a precision that cuDNN does not support, an ``out_sharding``, float64,
     complex and empty arrays, and empty results fall back to Flax's implementation.
 
-    Source: ``flax.nnx.Conv``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -49,9 +47,6 @@ class Conv(Layer, nnx.Conv):
         >>> layer(jnp.ones((2, 8, 8, 3))).shape
         (2, 4, 4, 16)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -81,7 +76,7 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(shape)
 
 
-class ConvTranspose(Layer, nnx.ConvTranspose):
+class ConvTranspose(ActivatedLayer, nnx.ConvTranspose):
     """``flax.nnx.ConvTranspose`` as the data gradient of a convolution, with an activation.
 
     Args:
@@ -98,8 +93,6 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
     ``jax_cudnn.ops.conv_transpose``), a precision that cuDNN does not support, more than three
     spatial dimensions, float64, complex and empty arrays.
 
-    Source: ``flax.nnx.ConvTranspose``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -107,9 +100,6 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
         >>> layer(jnp.ones((2, 4, 4, 16))).shape
         (2, 8, 8, 3)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -122,16 +112,11 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        found = None if self.unfused else _operands(self, inputs)
-        y = None if found is None else self._gradient(found)
-        if y is None:
+        found, rank = _operands(self, inputs), len(self.kernel_size)
+        if found is None:
             return finished(super().__call__(inputs), self.activation)
-        return y.reshape(*_batch(self, inputs), *y.shape[1:])
-
-    def _gradient(self, found: Operands) -> jax.Array | None:
-        rank = len(self.kernel_size)
         try:
-            return ops.conv_transpose(
+            y = ops.conv_transpose(
                 found.x.reshape(-1, *found.x.shape[-rank - 1 :]),
                 found.kernel,
                 bias=found.bias,
@@ -146,7 +131,8 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
             )
         except GraphError as error:  # for wrong arguments Flax raises its own error
             log.debug("ConvTranspose: XLA runs it: %s", error)
-            return None
+            return finished(super().__call__(inputs), self.activation)
+        return y.reshape(*inputs.shape[: -rank - 1], *y.shape[1:])
 
 
 class ConvNormAct(nnx.Module):
@@ -178,8 +164,6 @@ class ConvNormAct(nnx.Module):
     inner layer has an activation or another class; or for a bias of the convolution, input
     dilation, negative padding, a ``dtype`` other than that of the convolution's result, or a
     residual that broadcasts or widens the result.
-
-    Source: ``jax_cudnn.ops.conv_batch_norm``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
@@ -251,8 +235,12 @@ class ConvNormAct(nnx.Module):
         if averages is None:
             averages = getattr(norm, "use_running_average", None)
         prepared = None if averages is None else self._fused(x, residual)
-        if prepared is None:
-            return self._of_layers(x, use_running_average, residual)
+        if prepared is None:  # the layers run sequentially, whatever their classes
+            y = self.conv(x)
+            if type(norm) is BatchNorm and norm.activation is None:
+                return normalized(norm, y, averages, None, residual, self.activation)
+            named: Any = {} if use_running_average is None else {"use_running_average": averages}
+            return finished(norm(y, **named), self.activation, residual=residual)
         found, window, shape = prepared
         if residual is not None:
             residual = residual.reshape(-1, *shape[x.ndim - found.x.ndim + 1 :])
@@ -274,14 +262,6 @@ class ConvNormAct(nnx.Module):
             move(norm, running)
         return y.reshape(shape)
 
-    def _of_layers(self, x: jax.Array, averages: bool | None, residual: Any) -> jax.Array:
-        """Runs the layers sequentially, whatever their classes."""
-        norm, y = self.norm, self.conv(x)
-        if type(norm) is BatchNorm and norm.activation is None:
-            return normalized(norm, y, averages, None, residual, self.activation)
-        y = norm(y) if averages is None else norm(y, use_running_average=averages)
-        return finished(y, self.activation, residual=residual)
-
     def _fused(self, x: jax.Array, residual: jax.Array | None) -> Any:
         """The result of ``_windows`` if both layers fit into one graph, whose dtype is that of
         both results and of the sum with the residual; else None."""
@@ -292,44 +272,32 @@ class ConvNormAct(nnx.Module):
         if not alone or norm.axis != -1 or norm.unfused or not _plain(conv):
             return None
         of_norm = [v for v in (norm.mean[...], norm.var[...], *parameters(norm)) if v is not None]
-        prepared = _windows(conv, x)
-        if prepared is None or not fusible(*of_norm):
+        if (prepared := _windows(conv, x)) is None or not fusible(*of_norm, residual):
             return None
         found, _, shape = prepared
-        dtypes = {found.x.dtype, jnp.dtype(found.out)}
-        dtypes |= {jnp.dtype(norm.dtype or jnp.float32)}  # at least that of the statistics
-        if len(dtypes) > 1 or any(v.shape != shape[-1:] for v in of_norm):
-            return None
-        fits = residual is None or (
-            residual.shape == shape
-            and fusible(residual)
-            and jnp.result_type(found.x, residual) == found.x.dtype
-        )
+        dtypes = {found.x.dtype, jnp.dtype(found.out), jnp.dtype(norm.dtype or jnp.float32)}
+        fits = len(dtypes) == 1 and all(v.shape == shape[-1:] for v in of_norm)
+        if residual is not None:
+            same = jnp.result_type(found.x, residual) == found.x.dtype
+            fits = fits and same and residual.shape == shape
         return prepared if fits else None
 
 
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
     """Input, masked kernel and bias; None where Flax handles or rejects them."""
-    if inputs.ndim <= len(layer.kernel_size):
+    kernel, mask = layer.kernel[...], layer.mask
+    fits = mask is None or mask.shape == kernel.shape
+    if layer.unfused or inputs.ndim <= len(layer.kernel_size) or not fits:
         return None
-    kernel = layer.kernel[...]
-    if layer.mask is not None:
-        if layer.mask.shape != kernel.shape:
-            return None
-        kernel = kernel * layer.mask
-    return Operands.of(layer, inputs, kernel)
+    return Operands.of(layer, inputs, kernel if mask is None else kernel * mask)
 
 
 def _plain(layer: nnx.Conv) -> bool:
     """Whether ``ops.conv`` supports a layer's settings once ``_windows`` has prepared them."""
     rank = len(layer.kernel_size)
     padding = canonicalize_padding(layer.padding, rank)
-    inwards = not isinstance(padding, str) and np.min(padding, initial=0) < 0
-    return 1 <= rank <= 3 and {*_dimensions(layer.input_dilation, rank)} == {1} and not inwards
-
-
-def _batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
-    return inputs.shape[: inputs.ndim - len(layer.kernel_size) - 1]
+    negative = not isinstance(padding, str) and np.min(padding, initial=0) < 0
+    return 1 <= rank <= 3 and {*_dimensions(layer.input_dilation, rank)} == {1} and not negative
 
 
 def _windows(
@@ -338,14 +306,13 @@ def _windows(
     """The operands, with one batch dimension and with padding that cuDNN does not support applied;
     the remaining arguments for ``ops.conv``; and the result's shape. None where Flax handles or
     rejects them."""
-    found = None if layer.unfused else _operands(layer, inputs)
-    groups = layer.feature_group_count
+    found, groups = _operands(layer, inputs), layer.feature_group_count
     if found is None or found.x.shape[-1] != groups * found.kernel.shape[-2]:
         return None
     if found.bias is not None and found.bias.shape != found.kernel.shape[-1:]:
         return None
-    rank, x = len(layer.kernel_size), found.x
-    x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
+    rank = len(layer.kernel_size)
+    batch, x = inputs.shape[: -rank - 1], found.x.reshape(-1, *inputs.shape[-rank - 1 :])
     dilation = _dimensions(layer.kernel_dilation, rank)
     padding = canonicalize_padding(layer.padding, rank)
     reach = [d * (size - 1) for size, d in zip(layer.kernel_size, dilation, strict=True)]
@@ -355,27 +322,27 @@ def _windows(
         around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
         x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
     strides, between = (_dimensions(s, rank) for s in (layer.strides, layer.input_dilation))
-    sizes = [b * (size - 1) + 1 for size, b in zip(x.shape[1:-1], between, strict=True)]
-    window = [r + 1 for r in reach]
-    if isinstance(padding, str) and padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+    named = isinstance(padding, str)
+    if named and padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
         return None
-    text = isinstance(padding, str)
     if min(*strides, *between, 1) < 1:
         return None  # Flax rejects it
-    pads = arguments.pads(padding, sizes, window, strides) if text else padding
+    sizes = [b * (size - 1) + 1 for size, b in zip(x.shape[1:-1], between, strict=True)]
+    window = [r + 1 for r in reach]
+    pads = arguments.pads(padding, sizes, window, strides) if named else padding
     room = [size + sum(p) - r for size, p, r in zip(sizes, pads, reach, strict=True)]
     if any(isinstance(size, int) and size < 1 for size in room):
         return None  # no window fits: the result is empty
     spatial = (-(-r // stride) for r, stride in zip(room, strides, strict=True))
-    shape = (*_batch(layer, inputs), *spatial, found.kernel.shape[-1])
-    named = {
+    shape = (*batch, *spatial, found.kernel.shape[-1])
+    settings = {
         "strides": strides,
         "padding": padding,
         "dilation": dilation,
         "groups": groups,
         "dimension_numbers": _channels_last(rank),
     }
-    return found._replace(x=x), named, shape
+    return found._replace(x=x), settings, shape
 
 
 def _channels_last(rank: int) -> lax.ConvDimensionNumbers:

@@ -23,7 +23,7 @@ SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
 
 
 class Layer:
-    """The first base of a layer, before Flax's class; enters the layer in ``SWAPPED``.
+    """The base of a layer that stands before Flax's class; enters the layer in ``SWAPPED``.
 
     Parameters have Flax's names, shapes and initialisers, because Flax's constructor makes them.
     This constructor also takes the arguments in ``own``, and keeps them as attributes.
@@ -34,11 +34,11 @@ class Layer:
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
-        replaces = Layer in cls.__bases__
+        replaces = cls.flaxs() in cls.__bases__
         if replaces:
             SWAPPED[cls.flaxs()] = cls
         elif "__init__" not in vars(cls):
-            return  # a derived class, which inherits the signature
+            return  # the signature is inherited
         init = cls.flaxs().__init__ if replaces else cls.__init__
         _, *parameters = inspect.signature(init).parameters.values()
         for name, default in cls.own.items() if replaces else ():
@@ -53,7 +53,7 @@ class Layer:
 
     def _keep(self, own: Mapping[str, Any]) -> None:
         for name, value in own.items():
-            setattr(self, name, epilogue.activation_name(value) if name == "activation" else value)
+            setattr(self, name, value)
 
     @classmethod
     def flaxs(cls) -> type[nnx.Module]:
@@ -103,6 +103,16 @@ class Layer:
     def kept(self) -> str | None:
         """Why ``accelerate`` keeps Flax's layer, or None."""
         return self.unfused
+
+
+class ActivatedLayer(Layer):
+    """A layer with an activation."""
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def _keep(self, own: Mapping[str, Any]) -> None:
+        self.activation = epilogue.activation_name(own["activation"])
 
 
 def shallow(node: Any, cls: type[_T]) -> _T:

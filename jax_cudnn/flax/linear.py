@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ from ..ops.arguments import chosen, promoted
 from ..ops.epilogue import Activation
 from ..ops.matmul.functions import MATMUL, product
 from ..ops.matmul.nodes import contracted
-from .layer import Layer, Operands, finished, unknown
+from .layer import ActivatedLayer, Operands, finished, unknown
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 Numbers = tuple[Pairs, Pairs]
 """Dimension numbers as for lax.dot_general: contracted and batch dimensions of both operands."""
 
 
-class Linear(Layer, nnx.Linear):
+class Linear(ActivatedLayer, nnx.Linear):
     """``flax.nnx.Linear`` with fused bias and activation: ``activation(x W + b)``.
 
     Args:
@@ -39,17 +39,12 @@ class Linear(Layer, nnx.Linear):
     A custom ``dot_general``, a precision that cuDNN does not support, an ``out_sharding``, float64,
     complex and empty arrays fall back to Flax's implementation, followed by the activation.
 
-    Source: ``flax.nnx.Linear``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
         >>> jnn.Linear(3, 4, activation="relu", rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
         (2, 4)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -64,7 +59,7 @@ class Linear(Layer, nnx.Linear):
         return _product(operands, _numbers(operands.x), self.precision, self.activation)
 
 
-class LinearGeneral(Layer, nnx.LinearGeneral):
+class LinearGeneral(ActivatedLayer, nnx.LinearGeneral):
     """``flax.nnx.LinearGeneral`` with fused bias and activation.
 
     Args:
@@ -78,8 +73,6 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
     A custom ``dot_general`` or ``dot_general_cls``, and the cases listed at :class:`Linear`, fall
     back to Flax's implementation.
 
-    Source: ``flax.nnx.LinearGeneral``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -87,9 +80,6 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         >>> layer(jnp.ones((7, 2, 3))).shape
         (7, 4, 5)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -120,7 +110,7 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         return numbers if valid and _fit(operands, numbers) else None
 
 
-class Einsum(Layer, nnx.Einsum):
+class Einsum(ActivatedLayer, nnx.Einsum):
     """``flax.nnx.Einsum`` with fused bias and activation.
 
     Args:
@@ -135,8 +125,6 @@ class Einsum(Layer, nnx.Einsum):
     A custom ``einsum_op``, an equation that sums over a letter of only one operand or takes a
     diagonal, and the cases listed at :class:`Linear`, fall back to Flax's implementation.
 
-    Source: ``flax.nnx.Einsum``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -144,9 +132,6 @@ class Einsum(Layer, nnx.Einsum):
         >>> layer(jnp.ones((3, 5, 8))).shape
         (3, 5, 2, 4)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
