@@ -10,14 +10,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType
 
 from .. import ops
 from .._core.errors import GraphError
-from . import decoding, joint
-from .layer import Layer, stand_in, unknown
+from .._core.graph.options import Options
+from .layer import Layer, replacement, unknown
+from .linear import LinearGeneral
 from .paged_cache import PagedCache, check_page_size
 
-_FLAXS = nnx.dot_product_attention
 _ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # from Flax 0.12.9 on
 
 
@@ -82,11 +86,14 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     local_window_size: int | tuple[int, int] | None
     page_size: int | None
     paged_cache: PagedCache | None = None
+    query_ln: Any
+    key_ln: Any
 
     def _keep(self, own: Any) -> None:
         super()._keep(own)
         for name, inner in vars(self).items():
-            vars(self)[name] = stand_in(inner)
+            ours = replacement(inner)
+            vars(self)[name] = inner if ours is None or ours.kept else ours
         self._check_pages()
 
     @property
@@ -112,33 +119,74 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         inputs_v: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool | None = None,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
         **others: Any,
     ) -> jax.Array:
         """Attends; the arguments are those of ``nnx.MultiHeadAttention``."""
-        inputs = inputs_q, inputs_k, inputs_v
         is_causal = self.is_causal if is_causal is None else is_causal
         decode = self.decode if decode is None else decode
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if rngs is None:
+            rngs = self.rngs
+        elif isinstance(rngs, nnx.Rngs):
+            rngs = rngs.dropout
+        drops = self.dropout_rate > 0 and not deterministic
+        others = {name: value for name, value in others.items() if value is not None}
         attention: Any = self._attention()
-        flaxs = self._flaxs_reason(attention, decode, others)
-        if flaxs or decode is None or (decode and self._lacks_cache()):  # an error that Flax raises
-            self._check_no_window(flaxs)
-            named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
-            return super().__call__(*inputs, is_causal=is_causal, **named, **others)
-        named = {"mask": mask, "decode": False, "is_causal": is_causal, **others}
-        alone = mask is None and not (decode or sow_weights) and attention is ops.attention_fn
-        if alone and (projected := self._joint(*inputs, **others)) is not None:
-            return self._of_joint(projected, is_causal)(*inputs, **named)
-        if decode:
-            cached = decoding.cached if self.paged_cache is None else decoding.paged
-            attention, is_causal = functools.partial(cached, self, attention), False
-        if sow_weights:
-            attention = functools.partial(_sown, attention, self)
+        why = self._flaxs_reason(attention, decode, others)
+        rejected = (  # by Flax
+            (inputs_k is None and inputs_v is not None)
+            or inputs_q.shape[-1] != self.in_features
+            or decode is None
+            or (decode and self.paged_cache is None and self.cached_key is None)
+            or (drops and any(setting is None for setting in (deterministic, rngs)))
+        )
+        if why or rejected:
+            self._check_no_window(why)
+            return super().__call__(
+                inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
+                sow_weights=sow_weights, decode=decode, is_causal=is_causal,
+                out_sharding=out_sharding, qkv_sharding=qkv_sharding, **others,
+            )  # fmt: skip
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        named: dict[str, Any] = {"is_causal": is_causal, "precision": self.precision}
         if self.local_window_size is not None:
-            attention = functools.partial(attention, local_window_size=self.local_window_size)
-        return self._with(attention_fn=attention)(*inputs, **{**named, "is_causal": is_causal})
+            named["local_window_size"] = self.local_window_size
+
+        alone = mask is None and not (decode or sow_weights or drops) and qkv_sharding is None
+        alone = alone and inputs_q is inputs_k is inputs_v and attention is ops.attention_fn
+        if alone and (qkv := self._joint(inputs_q)) is not None:
+            x = _attention_qkv(qkv, self.num_heads, **named)
+            return self.out(x, out_sharding=out_sharding)
+
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_v, out_sharding=qkv_sharding)
+        if self.normalize_qk:
+            query, key = self.query_ln(query), self.key_ln(key)
+        named |= {
+            "mask": mask,
+            "dropout_rng": rngs() if drops else None,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": not drops,
+            "dtype": self.dtype,
+            "module": self if sow_weights else None,
+        }
+        if decode and self.paged_cache is not None:
+            attention = functools.partial(self._paged, attention)
+        elif decode:
+            key, value, filled = self._cached(key, value)
+            named |= filled
+        x = attention(query, key, value, **named)
+        return self.out(x, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Any, dtype: Any = jnp.float32) -> None:
         """Makes the cache for inputs of this shape, in pages if ``page_size`` is set."""
@@ -146,14 +194,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return super().init_cache(input_shape, dtype)
         self._check_pages()
         *batch, length, _ = input_shape
-        self.paged_cache = PagedCache(
-            math.prod(batch),
-            length,
-            self.num_kv_heads,
-            self.head_dim,
-            page_size=self.page_size,
-            dtype=dtype,
-        )
+        sizes = math.prod(batch), length, self.num_kv_heads, self.head_dim
+        self.paged_cache = PagedCache(*sizes, page_size=self.page_size, dtype=dtype)
         return None
 
     def _attention(self) -> Callable[..., jax.Array] | None:
@@ -162,7 +204,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         whole = function if isinstance(function, functools.partial) else functools.partial(function)
         if whole.func is ops.attention_fn:
             return function
-        if function is _FLAXS:
+        if function is nnx.dot_product_attention:
             return ops.attention_fn
         if whole.func is _ROPE is not None and {*whole.keywords} == {"rope"} and not whole.args:
             return functools.partial(_attention_with_rope, **whole.keywords)
@@ -171,12 +213,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:
         """Why this call falls back to Flax's implementation, or None."""
         rotates = getattr(attention, "func", None) is _attention_with_rope
-        if rotates and (decode or others.get("input_positions") is not None):
+        if rotates and (decode or "input_positions" in others):
             return "rotary embeddings with decode or input_positions fall back to Flax"
+        if others:
+            return f"{', '.join(others)}: Flax's arguments, which cuDNN's attention does not have"
         return self.unfused
-
-    def _lacks_cache(self) -> bool:
-        return self.paged_cache is None and self.cached_key is None
 
     def _check_no_window(self, why: str | None) -> None:
         if why is not None and self.local_window_size is not None:
@@ -193,7 +234,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return
         check_page_size(self.page_size)
         plain = self._attention() is ops.attention_fn
-        if why := self.unfused or (None if plain else "its attention_fn also rotates"):
+        if why := self.unfused or (None if plain else "its attention_fn rotates, or has arguments"):
             raise GraphError(
                 "this attention cannot read pages, but page_size is set",
                 expected="nnx.dot_product_attention or jax_cudnn.ops.attention_fn as attention_fn",
@@ -202,63 +243,80 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
                 fix="leave out page_size: the cache is then one array",
             )
 
-    def _with(self, **attributes: Any) -> Any:
-        """Flax's layer with the attributes of this one, except the given ones."""
-        layer = object.__new__(self.flaxs())
-        vars(layer).update(vars(self), **attributes)
-        return layer
-
-    def _joint(
-        self,
-        query: jax.Array,
-        key: Any,
-        value: Any,
-        *,
-        deterministic: bool | None = None,
-        qkv_sharding: Any = None,
-        input_positions: Any = None,
-        **_: Any,
-    ) -> jax.Array | None:
-        """The three projections of the same inputs, if only attention reads them; else None."""
-        itself = all(x is None or x is query for x in (key, value))
-        still = self.deterministic if deterministic is None else deterministic
-        rate = self.dropout_rate
-        drops = rate != 0 and not (still and 0 < rate < 1)  # Flax rejects other rates
-        behind = self.normalize_qk or drops
-        if not itself or behind or qkv_sharding is not None or input_positions is not None:
-            return None
-        if hasattr(self, "__captures__"):  # nnx.capture may read each projection's result
-            return None
-        if query.shape[-1] != self.in_features or query.ndim < 3:
-            return None
-        return joint.projected((self.query, self.key, self.value), query)
-
-    def _of_joint(self, projected: jax.Array, is_causal: bool) -> Any:
-        """Flax's layer, with projections and attention that use one array."""
-
-        def projection(x: jax.Array, out_sharding: Any = None) -> jax.Array:
-            return projected
-
-        def attention(
-            query: Any, key: Any, value: Any, *, precision: Any = None, **_: Any
-        ) -> jax.Array:
-            assert query is key is value is projected, "Flax changes projections before attention"
-            return joint.attention(
-                query,
-                self.num_heads,
-                is_causal=is_causal,
-                local_window_size=self.local_window_size,
-                precision=precision,
+    def _cached(self: Any, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """Writes new keys and values to the cache. Returns all of the cache, and the arguments for
+        attention to its filled part, in which each token attends to those before it."""
+        keys, values, index = self.cached_key, self.cached_value, self.cache_index
+        *batch, most, heads, size = keys.shape
+        count = key.shape[-3]
+        if key.shape != (*batch, count, heads, size) or count > most:
+            raise GraphError(
+                "Autoregressive cache shape error",
+                expected=f"keys {[*batch, 1, heads, size]}, or up to {most} tokens",
+                got=str(list(key.shape)),
+                fix="call init_cache with the shape of the inputs",
             )
+        first = index[...]
+        zero = jnp.zeros_like(first)
+        at = (*(zero for _ in batch), first, zero, zero)
+        for cache, new in ((keys, key), (values, value)):
+            cache[...] = lax.dynamic_update_slice(cache[...], new.astype(cache.dtype), at)
+        index[...] = first + count
+        filled = {
+            "key_value_seq_lengths": jnp.broadcast_to(first + count, math.prod(batch)),
+            "is_causal": count > 1,
+            "bottom_right": count > 1 or self.local_window_size is not None,
+        }
+        return keys[...], values[...], filled
 
-        return self._with(
-            attention_fn=attention, query=projection, key=projection, value=projection
-        )
+    def _paged(self: Any, attention: Any, *operands: jax.Array, **named: Any) -> jax.Array:
+        """Writes new keys and values to the pages, and attends to them."""
+        given = {
+            "mask": named["mask"] is not None,
+            "dropout": not named["deterministic"],
+            "sow_weights": named["module"] is not None,
+            "attention_fn": attention is not ops.attention_fn,
+        }
+        if any(given.values()):
+            raise GraphError(
+                "attention to a paged cache does not support these",
+                expected="no arguments but lengths, is_causal and local_window_size",
+                got=", ".join(name for name in given if given[name]),
+                fix="leave out page_size: the cache is then one array",
+            )
+        four = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in operands)
+        options = Options(precision=self.precision)
+        out = self.paged_cache(*four, local_window_size=self.local_window_size, options=options)
+        return out.reshape(operands[0].shape)
 
-
-def _sown(attention: Any, layer: nnx.Module, *operands: Any, **named: Any) -> jax.Array:
-    """Attention with the layer as ``module``, so that it sows its weights there."""
-    return attention(*operands, **{**named, "module": layer})
+    def _joint(self, x: jax.Array) -> jax.Array | None:
+        """The three projections of x in one product, concatenated along the heads: x is read once,
+        its gradient written once, and attention reads the parts in place. None if other code reads
+        the projections; if they are not one product in 16 bits; if there are so few tokens that
+        concatenating the kernels costs more; or if devices may hold parts of the kernels."""
+        layers = self.query, self.key, self.value
+        one, *others = layers
+        if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
+            return None  # Flax rejects other rates; nnx.capture may read each projection
+        if x.ndim < 3 or not all(map(_plain, layers)):
+            return None
+        settings = ("dtype", "precision", "in_features")
+        same = [getattr(a, name) == getattr(one, name) for a in others for name in settings]
+        same += [a.kernel.shape[::2] == one.kernel.shape[::2] for a in others]
+        same += [(a.bias is None) == (one.bias is None) for a in others]
+        given = [layer.kernel[...] for layer in layers]
+        given += [layer.bias[...] for layer in layers if layer.bias is not None]
+        few = isinstance(x.size, int) and x.size < x.shape[-1] ** 2
+        if few or not all(same) or not all(map(_whole, given)):
+            return None
+        x, *given = promote_dtype((x, *given), dtype=one.dtype)
+        if x.dtype.name not in ("bfloat16", "float16"):
+            return None
+        kernel = jnp.concatenate(given[:3], 1)
+        bias = jnp.concatenate(given[3:]).ravel() if given[3:] else None
+        flat = kernel.reshape(x.shape[-1], -1)
+        y = ops.matmul(x, flat, bias=bias, precision=one.precision)
+        return y.reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
 def _attention_with_rope(
@@ -266,3 +324,34 @@ def _attention_with_rope(
 ) -> jax.Array:
     rotate = jax.vmap(rope, in_axes=-2, out_axes=-2)
     return ops.attention_fn(rotate(query), rotate(key), value, **named)
+
+
+def _attention_qkv(qkv: jax.Array, heads: int, *, precision: Any, **named: Any) -> jax.Array:
+    """Attention for an array (*batch, tokens, heads of all three, size)."""
+    flat, options = qkv.reshape(-1, *qkv.shape[-3:]), Options(precision=precision)
+    out = ops.dot_product_attention_qkv(flat, heads, options=options, **named)
+    return out.reshape(*qkv.shape[:-2], heads, qkv.shape[-1])
+
+
+def _plain(layer: Any) -> bool:
+    """Whether a projection is a plain product with a kernel (features, heads, size)."""
+    if type(layer) is not LinearGeneral:
+        return False
+    one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
+    untouched = layer.activation is None and layer.preferred_element_type is None
+    untouched &= layer.promote_dtype is promote_dtype  # a custom one expects three arrays
+    return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3
+
+
+def _whole(parameter: Any) -> bool:
+    """Whether each device is known to hold the whole parameter: otherwise concatenating along the
+    heads and splitting again would move parts between devices. A traced parameter does not say so
+    without a mesh (``jax.jit(..., in_shardings=...)`` applies later) or with Auto axes."""
+    if not isinstance(parameter, Tracer):
+        return not isinstance(parameter, jax.Array) or parameter.sharding.is_fully_replicated
+    sharding = jax.typeof(parameter).sharding
+    mesh = sharding.mesh
+    kinds = {kind for kind, n in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if n > 1}
+    if mesh.empty or AxisType.Auto in kinds:
+        return jax.device_count() == 1
+    return not any(sharding.spec)

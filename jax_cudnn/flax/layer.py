@@ -1,10 +1,11 @@
-"""The base of the layers: what each adds to the layer of Flax that it replaces."""
+"""What our layers share: the base class that each puts before the layer of Flax that it replaces,
+and the operands of a layer with a kernel."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,44 +18,12 @@ from ..ops import epilogue
 from ..ops.epilogue import Activation
 
 _T = TypeVar("_T")
-
 SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
 """Each layer of Flax, and the layer here that replaces it."""
 
 
-def finished(
-    y: jax.Array, activation: Activation = None, bias: Any = None, residual: Any = None
-) -> jax.Array:
-    """``activation(y + bias + residual)`` for a ``y`` without a cuDNN epilogue: computed in float32
-    or wider, and rounded to the dtype of the sum. The bias broadcasts."""
-    name = epilogue.activation_name(activation)
-    if name is None and bias is None and residual is None:
-        return y
-    out = jnp.result_type(y, *(term for term in (bias, residual) if term is not None))
-    wide = y.astype(jnp.promote_types(out, jnp.float32))
-    return epilogue.apply_outside(wide, epilogue.Terms(None, bias, residual, name), out.name)
-
-
-def fusible(*operands: jax.Array | None) -> bool:
-    """Whether graphs support these arrays; Flax's layers also take float64, complex, empty."""
-    given = [x for x in operands if x is not None]
-    return all(x.size and x.dtype.name in FLOATS for x in given)
-
-
-def unknown(dtype: Any, precision: Any = None) -> str | None:
-    """Why cuDNN does not support a layer's ``dtype`` or precision, or None. With a dtype of None,
-    operands decide at the call."""
-    if dtype is not None and (name := jax.dtypes.canonicalize_dtype(dtype).name) not in FLOATS:
-        return f"graphs do not support {name}"
-    try:
-        normal_precision(precision)
-    except GraphError:
-        return f"cuDNN does not support precision {precision!r}"
-    return None
-
-
 class Layer:
-    """The first base of a layer, before Flax's class; enters the layer in ``SWAPPED``.
+    """The base of a layer that stands before Flax's class; enters the layer in ``SWAPPED``.
 
     Parameters have Flax's names, shapes and initialisers, because Flax's constructor makes them.
     This constructor also takes the arguments in ``own``, and keeps them as attributes.
@@ -65,18 +34,17 @@ class Layer:
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
-        if Layer not in cls.__bases__:  # a class derived from a layer
-            if "__init__" in vars(cls):
-                _, *own = inspect.signature(cls.__init__).parameters.values()
-                cls.__signature__ = inspect.Signature(own)
-            return
-        SWAPPED[cls.flaxs()] = cls
-        _, *flaxs = inspect.signature(cls.flaxs().__init__).parameters.values()
-        own = (
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for name, default in cls.own.items()
-        )
-        cls.__signature__ = inspect.Signature([*flaxs, *own])
+        replaces = cls.flaxs() in cls.__bases__
+        if replaces:
+            SWAPPED[cls.flaxs()] = cls
+        elif "__init__" not in vars(cls):
+            return  # the signature is inherited
+        init = cls.flaxs().__init__ if replaces else cls.__init__
+        _, *parameters = inspect.signature(init).parameters.values()
+        for name, default in cls.own.items() if replaces else ():
+            only = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, only, default=default))
+        cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(self, *args: Any, **named: Any):
         own = {name: named.pop(name, default) for name, default in self.own.items()}
@@ -85,7 +53,7 @@ class Layer:
 
     def _keep(self, own: Mapping[str, Any]) -> None:
         for name, value in own.items():
-            setattr(self, name, epilogue.activation_name(value) if name == "activation" else value)
+            setattr(self, name, value)
 
     @classmethod
     def flaxs(cls) -> type[nnx.Module]:
@@ -137,9 +105,19 @@ class Layer:
         return self.unfused
 
 
+class ActivatedLayer(Layer):
+    """A layer with an activation."""
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def _keep(self, own: Mapping[str, Any]) -> None:
+        self.activation = epilogue.activation_name(own["activation"])
+
+
 def shallow(node: Any, cls: type[_T]) -> _T:
     """An object of this class with the attributes of another; both may change independently."""
-    made = object.__new__(cls)
+    made = cls.__new__(cls)  # as in unpickling: Flax's constructor would make new Variables
     vars(made).update(vars(node))  # NNX's own entries, too
     if (state := vars(node).get("_pytree__state")) is not None:
         vars(made)["_pytree__state"] = jax.tree.map(lambda x: x, state)  # of the current trace
@@ -151,14 +129,62 @@ def taken(layer: nnx.Module) -> str | None:
     arguments, means nothing to Flax's layer, and may be read by other code. Or None."""
     own = SWAPPED[type(layer)].own if type(layer) in SWAPPED else ()
     names = ", ".join(name for name in own if name in vars(layer))
-    return (
-        f"it has attributes named like arguments of jax_cudnn's layer: {names}" if names else None
-    )
+    why = f"it has attributes named like arguments of jax_cudnn's layer: {names}"
+    return why if names else None
 
 
-def stand_in(value: Any) -> Any:
-    """The layer that replaces a layer of Flax; any other value unchanged."""
-    if type(value) not in SWAPPED or taken(value):
-        return value
-    ours = SWAPPED[type(value)].of(value)
-    return value if ours.kept else ours
+def replacement(module: Any) -> Layer | None:
+    """Our layer for a layer of Flax, also if it is ``kept``; None for anything else."""
+    found = type(module) in SWAPPED and not taken(module)
+    return SWAPPED[type(module)].of(module) if found else None
+
+
+def unknown(dtype: Any, precision: Any = None) -> str | None:
+    """Why cuDNN does not support a layer's ``dtype`` or precision, or None. With a dtype of None,
+    operands decide at the call."""
+    if dtype is not None and (name := jax.dtypes.canonicalize_dtype(dtype).name) not in FLOATS:
+        return f"graphs do not support {name}"
+    try:
+        normal_precision(precision)
+    except GraphError:
+        return f"cuDNN does not support precision {precision!r}"
+    return None
+
+
+def fusible(*operands: jax.Array | None) -> bool:
+    """Whether graphs support these arrays; Flax's layers also take float64, complex, empty."""
+    return all(x is None or (x.size and x.dtype.name in FLOATS) for x in operands)
+
+
+def finished(
+    y: jax.Array, activation: Activation = None, bias: Any = None, residual: Any = None
+) -> jax.Array:
+    """``activation(y + bias + residual)`` for a ``y`` without a cuDNN epilogue: computed in float32
+    or wider, and rounded to the dtype of the sum. The bias broadcasts."""
+    name = epilogue.activation_name(activation)
+    if name is None and bias is None and residual is None:
+        return y
+    out = jnp.result_type(y, *(term for term in (bias, residual) if term is not None))
+    wide = y.astype(jnp.promote_types(out, jnp.float32))
+    return epilogue.apply_outside(wide, epilogue.Terms(None, bias, residual, name), out.name)
+
+
+class Operands(NamedTuple):
+    """The operands of a layer with a kernel, promoted as Flax promotes them."""
+
+    x: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+    out: str
+    """The result's dtype: of the product (or ``preferred_element_type``) plus the bias."""
+
+    @classmethod
+    def of(cls, layer: Any, x: jax.Array, kernel: jax.Array) -> Operands | None:
+        """None if graphs do not support them: float64, complex and empty arrays."""
+        bias = None if layer.bias is None else layer.bias[...]
+        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+        if not fusible(x, kernel, bias):
+            return None
+        product = layer.preferred_element_type or jnp.result_type(x, kernel)
+        out = jnp.result_type(product, *(() if bias is None else (bias,))).name
+        return cls(x, kernel, bias, out) if out in FLOATS else None

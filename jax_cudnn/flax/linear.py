@@ -1,9 +1,8 @@
-"""Matrix products with a bias and an activation in cuDNN's epilogue."""
+"""Matrix products with a bias and an activation in cuDNN's epilogue, and a gated MLP of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,20 @@ from jax import lax
 from opt_einsum.parser import parse_einsum_input
 
 from .. import ops
+from .._core.graph.trace import GraphFunction
+from ..ops import epilogue
 from ..ops.arguments import chosen, promoted
-from ..ops.epilogue import Activation, Terms, activation_name
+from ..ops.epilogue import Activation
 from ..ops.matmul.functions import MATMUL, product
-from .layer import Layer, finished, unknown
-from .operands import Operands
+from ..ops.matmul.nodes import contracted
+from .layer import ActivatedLayer, Operands, finished, unknown
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 Numbers = tuple[Pairs, Pairs]
 """Dimension numbers as for lax.dot_general: contracted and batch dimensions of both operands."""
 
 
-class Linear(Layer, nnx.Linear):
+class Linear(ActivatedLayer, nnx.Linear):
     """``flax.nnx.Linear`` with fused bias and activation: ``activation(x W + b)``.
 
     Args:
@@ -38,17 +39,12 @@ class Linear(Layer, nnx.Linear):
     A custom ``dot_general``, a precision that cuDNN does not support, an ``out_sharding``, float64,
     complex and empty arrays fall back to Flax's implementation, followed by the activation.
 
-    Source: ``flax.nnx.Linear``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
         >>> jnn.Linear(3, 4, activation="relu", rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
         (2, 4)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -57,13 +53,13 @@ class Linear(Layer, nnx.Linear):
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        operands = None if out_sharding is not None else of_rows(self, inputs)
+        operands = None if out_sharding is not None else _of_rows(self, inputs)
         if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
         return _product(operands, _numbers(operands.x), self.precision, self.activation)
 
 
-class LinearGeneral(Layer, nnx.LinearGeneral):
+class LinearGeneral(ActivatedLayer, nnx.LinearGeneral):
     """``flax.nnx.LinearGeneral`` with fused bias and activation.
 
     Args:
@@ -77,8 +73,6 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
     A custom ``dot_general`` or ``dot_general_cls``, and the cases listed at :class:`Linear`, fall
     back to Flax's implementation.
 
-    Source: ``flax.nnx.LinearGeneral``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -86,9 +80,6 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         >>> layer(jnp.ones((7, 2, 3))).shape
         (7, 4, 5)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -104,21 +95,22 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         if operands.bias is not None:  # aligned with the result: batch, other and output dimensions
             (axes, _), (batch, _) = numbers
             others = [(a, size) for a, size in enumerate(operands.x.shape) if a not in axes]
-            beside = (size if a in batch else 1 for a, size in others)
-            operands = operands._replace(bias=operands.bias.reshape(*beside, *self.out_features))
+            sizes = (size if a in batch else 1 for a, size in others)
+            operands = operands._replace(bias=operands.bias.reshape(*sizes, *self.out_features))
         return _product(operands, numbers, self.precision, self.activation)
 
     def _numbers(self, operands: Operands) -> Numbers | None:
         """Dimension numbers, or None if the operands do not fit them."""
         rank = operands.x.ndim
-        axes, batch = (_sorted(given, rank) for given in (self.axis, self.batch_axis))
-        leading, inner = range(len(batch)), range(len(batch), len(batch) + len(axes))
-        numbers = (axes, tuple(inner)), (batch, tuple(leading))
+        given: Any = self.axis, self.batch_axis
+        axes, batch = (tuple(sorted(a if a >= 0 else a + rank for a in some)) for some in given)
+        of_kernel = tuple(range(len(batch) + len(axes)))  # batch axes come first
+        numbers = (axes, of_kernel[len(batch) :]), (batch, of_kernel[: len(batch)])
         valid = {*axes, *batch} <= {*range(rank)} and len({*axes, *batch}) == len(axes + batch)
         return numbers if valid and _fit(operands, numbers) else None
 
 
-class Einsum(Layer, nnx.Einsum):
+class Einsum(ActivatedLayer, nnx.Einsum):
     """``flax.nnx.Einsum`` with fused bias and activation.
 
     Args:
@@ -133,8 +125,6 @@ class Einsum(Layer, nnx.Einsum):
     A custom ``einsum_op``, an equation that sums over a letter of only one operand or takes a
     diagonal, and the cases listed at :class:`Linear`, fall back to Flax's implementation.
 
-    Source: ``flax.nnx.Einsum``.
-
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
@@ -142,9 +132,6 @@ class Einsum(Layer, nnx.Einsum):
         >>> layer(jnp.ones((3, 5, 8))).shape
         (3, 5, 2, 4)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
 
     @property
     def unfused(self) -> str | None:
@@ -176,7 +163,81 @@ class Einsum(Layer, nnx.Einsum):
         return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
 
 
-def of_rows(layer: nnx.Linear, inputs: jax.Array) -> Operands | None:
+def _gated(g, x, kernel, bias, gate, *, activation, out):
+    y = contracted(g, x, kernel, batched=0, depth=1)
+    up = epilogue.apply(g, y, None, bias, None, None)
+    return g.mul(epilogue.apply(g, gate, None, None, None, activation), up).set_data_type(out)
+
+
+GATED = GraphFunction(_gated, name="gated_mlp")
+
+
+class GatedMLP(nnx.Module):
+    """``down(activation(gate(x)) * up(x))``, with the gate in the epilogue of the second product.
+
+    Args:
+        in_features: features of x.
+        hidden_features: features of the gate.
+        out_features: features of the result; None for in_features.
+        activation: as for ``jax_cudnn.ops.matmul``: "silu" for SwiGLU, "gelu" for GEGLU, "sigmoid"
+            for GLU, None for a bilinear layer.
+        use_bias: whether the three ``nnx.Linear`` have a bias.
+        rngs: as for ``nnx.Linear``.
+        **linear: other arguments of each ``nnx.Linear``.
+
+    Shapes: x (..., in_features), result (..., out_features). Parameters are those of three
+    ``nnx.Linear``: ``gate`` and ``up`` (in_features, hidden_features), ``down`` (hidden_features,
+    out_features).
+
+    Each product is one cuDNN plan. The first product is rounded to the result's dtype before the
+    activation; the rest of the second is computed in float32 and rounded once. If ``up`` is not a
+    :class:`Linear` without an activation, the layers run sequentially.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.GatedMLP(8, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+        (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Activation = "silu",
+        use_bias: bool = False,
+        rngs: nnx.Rngs,
+        **linear: Any,
+    ):
+        linear |= {"use_bias": use_bias, "rngs": rngs}
+        self.activation = epilogue.activation_name(activation)
+        self.gate = Linear(in_features, hidden_features, **linear)
+        self.up = Linear(in_features, hidden_features, **linear)
+        self.down = Linear(hidden_features, out_features or in_features, **linear)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = self.gate(x), self.up
+        found = _of_rows(up, x) if type(up) is Linear and up.activation is None else None
+        shape = None if found is None else (*found.x.shape[:-1], found.kernel.shape[-1])
+        if found is None or gate.dtype.name != found.out or gate.shape != shape:
+            return self.down(finished(gate, self.activation) * self.up(x))
+        bias = found.bias
+        gated = chosen(GATED, precision=up.precision)(
+            found.x,
+            found.kernel,
+            None if bias is None else bias.reshape(*(1,) * (gate.ndim - 1), -1),
+            gate,
+            activation=self.activation,
+            out=found.out,
+        )
+        return self.down(gated)
+
+
+def _of_rows(layer: nnx.Linear, inputs: jax.Array) -> Operands | None:
     """The operands of ``x W + b``; None where Flax handles or rejects them."""
     operands = _operands(layer, inputs)
     if operands is None or not operands.x.ndim or operands.kernel.ndim != 2:
@@ -214,7 +275,7 @@ def _product(
         rank = x.ndim + kernel.ndim - 2 * len(of_x)
         bias = bias.reshape(*(1,) * (rank - bias.ndim), *bias.shape)
     x, kernel = promoted(x, kernel)
-    terms = Terms(None, bias, None, activation_name(activation))
+    terms = epilogue.Terms(None, bias, None, epilogue.activation_name(activation))
     return product(chosen(MATMUL, precision=precision), x, kernel, terms, out=out, depth=len(of_x))
 
 
@@ -235,10 +296,6 @@ def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] |
         return None
     whole = either - both <= {*result} and _fit(operands, _contracted(left, right, result))
     return (left, right, result) if whole else None
-
-
-def _sorted(axes: Iterable[Any], rank: int) -> tuple[int, ...]:
-    return tuple(sorted(a if a >= 0 else a + rank for a in axes))
 
 
 def _contracted(left: str, right: str, result: str) -> Numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +11,26 @@ from flax import nnx
 
 from .. import ops
 from ..ops.epilogue import Activation
-from .layer import Layer, finished, fusible, unknown
+from .layer import ActivatedLayer, Layer, finished, fusible, unknown
 
 
-@property
-def _unfused(layer: Any) -> str | None:
-    """``Layer.unfused`` of all normalizations."""
-    if layer.axis_name is not None:
-        return "it averages over a named axis"
-    return unknown(layer.dtype)
+class _Norm(Layer):
+    axis_name: Any
+    dtype: Any
+
+    @property
+    def unfused(self) -> str | None:
+        if self.axis_name is not None:
+            return "it averages over a named axis"
+        return unknown(self.dtype)
 
 
-class LayerNorm(Layer, nnx.LayerNorm):
+class LayerNorm(_Norm, nnx.LayerNorm):
     """``flax.nnx.LayerNorm``: ``(x - mean) * (var + epsilon)**-0.5 * scale + bias``.
 
-    The arguments are those of ``nnx.LayerNorm``. ``use_fast_variance`` has no effect: cuDNN
-    averages squared distances from the mean, which loses no digits and takes no longer.
-
-    Shapes: as in Flax. Everything is computed in float32 and rounded once.
+    Arguments and shapes are those of ``nnx.LayerNorm``; everything is computed in float32 and
+    rounded once. ``use_fast_variance`` has no effect: cuDNN averages squared distances from the
+    mean, which loses no digits and takes no longer.
 
     An ``axis_name``, a mask, features outside of the reduced axes, float64, complex and empty
     arrays fall back to Flax's implementation.
@@ -42,21 +44,18 @@ class LayerNorm(Layer, nnx.LayerNorm):
         (4, 16, 64)
     """
 
-    unfused = _unfused
-
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        x = jnp.asarray(x)
-        found = None if mask is not None or self.unfused else _of_rows(self, x, "scale", "bias")
+        found = _rows(self, x, mask, "scale", "bias")
         if found is None:
-            return super().__call__(x, mask=mask)
+            return super().__call__(jnp.asarray(x), mask=mask)
         x, axes, scale, bias, out = found
         return ops.layer_norm(x, scale, bias, axis=axes, epsilon=self.epsilon).astype(out)
 
 
-class RMSNorm(Layer, nnx.RMSNorm):
+class RMSNorm(_Norm, nnx.RMSNorm):
     """``flax.nnx.RMSNorm``: ``x * (mean(x**2) + epsilon)**-0.5 * scale``.
 
-    The arguments are those of ``nnx.RMSNorm``. Shapes and fallbacks are as for :class:`LayerNorm`.
+    Arguments are those of ``nnx.RMSNorm``; shapes and fallbacks are as for :class:`LayerNorm`.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; ``flax.nnx.RMSNorm``.
 
@@ -67,25 +66,21 @@ class RMSNorm(Layer, nnx.RMSNorm):
         (4, 16, 64)
     """
 
-    unfused = _unfused
-
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        x = jnp.asarray(x)
-        found = None if mask is not None or self.unfused else _of_rows(self, x, "scale")
+        found = _rows(self, x, mask, "scale")
         if found is None:
-            return super().__call__(x, mask)
+            return super().__call__(jnp.asarray(x), mask)
         x, axes, scale, out = found
         return ops.rms_norm(x, scale, axis=axes, epsilon=self.epsilon).astype(out)
 
 
-class GroupNorm(Layer, nnx.GroupNorm):
+class GroupNorm(_Norm, nnx.GroupNorm):
     """``flax.nnx.GroupNorm``: normalizes each group of channels of each image independently.
 
     The arguments are those of ``nnx.GroupNorm``; ``use_fast_variance`` has no effect.
-    ``jax_cudnn.ops.group_norm`` documents what runs on cuDNN.
-
-    Shapes: x (batch, ..., num_features). ``reduction_axes`` other than all but the first, and the
-    cases listed at :class:`LayerNorm`, fall back to Flax's implementation.
+    ``jax_cudnn.ops.group_norm`` documents what runs on cuDNN. Shapes: x (batch, ..., num_features).
+    ``reduction_axes`` other than all but the first, and the cases listed at :class:`LayerNorm`,
+    fall back to Flax's implementation.
 
     Source: Wu and He 2018, arXiv:1803.08494; ``flax.nnx.GroupNorm``.
 
@@ -96,28 +91,25 @@ class GroupNorm(Layer, nnx.GroupNorm):
         (4, 16, 64)
     """
 
-    unfused = _unfused
-
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
         inner = tuple(range(1, x.ndim))
         images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
         fits = inner and images and x.shape[-1] == self.num_groups * self.group_size
-        found = _operands(self, x, inner[-1:], "scale", "bias") if fits else None
-        if found is None or mask is not None or self.unfused:
+        found = _operands(self, x, mask, inner[-1:], "scale", "bias") if fits else None
+        if found is None:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
         return ops.group_norm(x, self.num_groups, scale, bias, epsilon=self.epsilon).astype(out)
 
 
-class InstanceNorm(Layer, nnx.InstanceNorm):
+class InstanceNorm(_Norm, nnx.InstanceNorm):
     """``flax.nnx.InstanceNorm``: normalizes each channel of each image independently.
 
-    The arguments are those of ``nnx.InstanceNorm``; ``use_fast_variance`` has no effect.
-
-    Shapes: x (batch, *spatial, num_features), or with the channels at ``feature_axes``. Several
-    feature axes, inputs without a spatial axis, and the cases listed at :class:`LayerNorm`, fall
-    back to Flax's implementation.
+    The arguments are those of ``nnx.InstanceNorm``; ``use_fast_variance`` has no effect. Shapes: x
+    (batch, *spatial, num_features), or with the channels at ``feature_axes``. Several feature axes,
+    inputs without a spatial axis, and the cases listed at :class:`LayerNorm`, fall back to Flax's
+    implementation.
 
     Source: Ulyanov et al. 2016, arXiv:1607.08022; ``flax.nnx.InstanceNorm``.
 
@@ -128,20 +120,18 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
         (2, 8, 8, 16)
     """
 
-    unfused = _unfused
-
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
         axes = _axes(x, self.feature_axes)
         one = len(axes) == 1 and axes[0] > 0 and x.ndim > 2
-        found = _operands(self, x, axes, "scale", "bias") if one else None
-        if found is None or mask is not None or self.unfused:
+        found = _operands(self, x, mask, axes, "scale", "bias") if one else None
+        if found is None:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
         return ops.instance_norm(x, scale, bias, axis=axes[0], epsilon=self.epsilon).astype(out)
 
 
-class BatchNorm(Layer, nnx.BatchNorm):
+class BatchNorm(_Norm, ActivatedLayer, nnx.BatchNorm):
     """``flax.nnx.BatchNorm``, with a residual and an activation:
     ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``.
 
@@ -169,11 +159,6 @@ class BatchNorm(Layer, nnx.BatchNorm):
         >>> layer(x, residual=x).shape
         (2, 8, 8, 16)
     """
-
-    own: ClassVar = {"activation": None}
-    activation: Activation
-
-    unfused = _unfused
 
     @property
     def remark(self) -> str | None:
@@ -208,9 +193,10 @@ def normalized(
     averages = layer.use_running_average if averages is None else averages
     x, residual = jnp.asarray(x), None if residual is None else jnp.asarray(residual)
     axes, plain = _axes(x, layer.axis), activation is None and residual is None
-    fits = not plain and len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
-    found = _operands(layer, x, axes, "mean", "var", "scale", "bias") if fits else None
-    if found is None or layer.unfused or not _addable(residual, x):
+    fits = not plain and len(axes) == 1 and axes[0] > 0 and averages is not None
+    fits = fits and (residual is None or _addable(residual, x))
+    found = _operands(layer, x, mask, axes, "mean", "var", "scale", "bias") if fits else None
+    if found is None:
         y = super(BatchNorm, layer).__call__(x, averages, mask=mask)
         return finished(y, activation, residual=residual)
     x, *_, out = found
@@ -248,10 +234,8 @@ def move(layer: nnx.BatchNorm, running: tuple[jax.Array, jax.Array]) -> None:
     layer.mean[...], layer.var[...] = jax.lax.stop_gradient(running)
 
 
-def _addable(residual: jax.Array | None, x: jax.Array) -> bool:
+def _addable(residual: jax.Array, x: jax.Array) -> bool:
     """Whether a graph can add it to x: floats that broadcast to x's shape."""
-    if residual is None:
-        return True
     pairs = zip(reversed(residual.shape), reversed(x.shape), strict=False)
     broadcasts = residual.ndim <= x.ndim and all(r in (1, size) for r, size in pairs)
     return broadcasts and fusible(residual)
@@ -263,17 +247,17 @@ def _axes(x: jax.Array, axes: Any) -> tuple[int, ...]:
 
 
 def _operands(
-    layer: Any, x: jax.Array, features: tuple[int, ...], *names: str
+    layer: Any, x: jax.Array, mask: Any, features: tuple[int, ...], *names: str
 ) -> tuple[Any, ...] | None:
     """x and the Variables promoted as Flax promotes them (x at least to the result's dtype), and
-    the result's dtype; None for unsupported dtypes, empty arrays, and Variables whose number of
-    features is not that of x."""
+    the result's dtype; None where Flax computes it: with a mask, for unsupported dtypes, empty
+    arrays, and Variables whose number of features is not that of x."""
     variables = (getattr(layer, name) for name in names)
     given = (x, *(None if v is None else v[...] for v in variables))
-    if not {*features} <= {*range(x.ndim)} or not fusible(*given[1:]):
+    if mask is not None or layer.unfused or not {*features} <= {*range(x.ndim)}:
         return None
     size = math.prod(x.shape[a] for a in features)
-    if any(v is not None and v.size != size for v in given[1:]):
+    if not fusible(*given[1:]) or any(v is not None and v.size != size for v in given[1:]):
         return None
     x, *promoted = layer.promote_dtype(given, dtype=layer.dtype)
     learned = (p for name, p in zip(names, promoted, strict=True) if name in ("scale", "bias"))
@@ -282,16 +266,18 @@ def _operands(
     return (x, *promoted, out) if fusible(x, *promoted) else None
 
 
-def _of_rows(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
+def _rows(layer: Any, x: jax.Array, mask: Any, *names: str) -> tuple[Any, ...] | None:
     """The same with the axes of a row, and parameters broadcast to it; None if they do not fit."""
+    x = jnp.asarray(x)
     axes, features = _axes(x, layer.reduction_axes), _axes(x, layer.feature_axes)
-    found = _operands(layer, x, features, *names) if {*axes} <= {*range(x.ndim)} else None
+    fits = axes and {*axes} <= {*range(x.ndim)}
+    found = _operands(layer, x, mask, features, *names) if fits else None
     if found is None:
         return None
     x, *given, out = found
-    if not axes or (not {*features} <= {*axes} and any(p is not None for p in given)):
+    if not {*features} <= {*axes} and any(p is not None for p in given):
         return None
     row = [x.shape[a] for a in axes]
-    beside = [x.shape[a] if a in features else 1 for a in axes]
-    rows = (None if p is None else jnp.broadcast_to(p.reshape(beside), row) for p in given)
+    aligned = [x.shape[a] if a in features else 1 for a in axes]
+    rows = (None if p is None else jnp.broadcast_to(p.reshape(aligned), row) for p in given)
     return x, axes, *rows, out

@@ -126,11 +126,6 @@ class Mixed(nnx.Module):
         self.mine = attention(attention_fn=self.dot)
         self.wide = attention(dtype="float64")
         self.held = nnx.data(Held(nnx.Linear(3, 4, rngs=rngs)))
-        self.closed = lambda x, layers=[self.embed]: layers[0](x)
-        self.method = jax.jit(self.called)
-
-    def called(self, x):
-        return self.own(x)
 
     @staticmethod
     def dot(*operands, **named):
@@ -146,8 +141,6 @@ KEPT = {
     "wide": "graphs do not support float64",
     **{f"wide.{n}": "graphs do not support float64" for n in ("query", "key", "value", "out")},
     "held.layer": "a container other than a list",
-    "closed": "holds a module",
-    "method": "holds a module",
 }
 
 
