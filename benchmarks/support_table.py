@@ -33,20 +33,18 @@ def render(cases: Iterable[Case] | None = None) -> str:
 
 _FAMILIES = {
     "convolution": "convolutions and their gradients",
-    "matrix": "matrix products",
-    "attention": "attention",
-    "attention_fp8": "attention in float8",
-    "attention_mxfp8": "attention in MXFP8",
+    "matmul": "matrix products",
+    "attention.nodes": "attention",
+    "attention.fp8": "attention in float8",
+    "attention.mxfp8": "attention in MXFP8",
     "normalization": "normalizations",
-    "batch_normalization": "normalizations",
-    "instance_normalization": "normalizations",
     "reduction": "reductions",
-    "statistics": "batch statistics",
+    "genstats": "batch statistics",
     "movement": "data movement",
     "slicing": "data movement",
     "pooling": "pooling",
 }
-"""By module of ``jax_cudnn.ops``, without "_backward"; all other modules are pointwise."""
+"""By an operation, its module in ``jax_cudnn.ops`` or its folder; all others are pointwise."""
 _ALONE = "in some graphs"
 
 
@@ -89,8 +87,9 @@ def _families(lines: dict[str, Line], gpus: Sequence[str]) -> Iterator[Line]:
     """For each family and GPU what most of its operations say; the others are exceptions."""
     members: dict[str, list[str]] = {family: [] for family in (*_FAMILIES.values(), "pointwise")}
     for method in sorted(lines):
-        module = REGISTRY[method].__module__.rpartition(".")[2].removesuffix("_backward")
-        members[_FAMILIES.get(module, "pointwise")].append(method)
+        module = REGISTRY[method].__module__.removeprefix("jax_cudnn.ops.")
+        known = (_FAMILIES.get(x) for x in (method, module, module.partition(".")[0]))
+        members[next(filter(None, known), "pointwise")].append(method)
     for family, methods in members.items():
         if not methods:
             continue
@@ -133,7 +132,7 @@ def _other(method: str, gpus: Sequence[str]) -> Line:
 
 
 def _in_xla(method: str) -> bool:
-    return method in REGISTRY and REGISTRY[method].leftover
+    return method in REGISTRY and bool(REGISTRY[method].xla_only)
 
 
 def _lines(support: Support) -> Iterator[Line]:
