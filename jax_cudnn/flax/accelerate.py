@@ -188,6 +188,10 @@ def _copied(model: M) -> tuple[M, Report]:
     copied = _Copy()
     try:
         made = copied.of(model, ())
+        for path, module in nnx.iter_graph(model):
+            if type(module) in SWAPPED and id(module) not in copied.made:
+                why = "it is in a container other than a list, dict or tuple"
+                copied.note(id(module), map(str, path), type(module).__name__, False, why)
     except RecursionError as error:
         raise GraphError(
             "the model's modules are nested too deeply",
@@ -195,10 +199,6 @@ def _copied(model: M) -> tuple[M, Report]:
             got=f"a limit of {sys.getrecursionlimit()}",
             fix="hold layers in an nnx.List, or raise sys.setrecursionlimit",
         ) from error
-    for path, module in nnx.iter_graph(model):
-        if type(module) in SWAPPED and id(module) not in copied.made:
-            why = "it is in a container other than a list, dict or tuple"
-            copied.note(id(module), map(str, path), type(module).__name__, False, why)
     return made, Report(tuple(copied.entries.values()))
 
 
