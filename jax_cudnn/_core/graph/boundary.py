@@ -18,6 +18,9 @@ run in XLA use the original shapes.
 **Bit masks** (``ops/pointwise/masks.py``) are packed booleans by design: to XLA they are bytes of
 eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
 boolean at the edge of a wired graph is always a bit mask.
+
+**Integers that index other operands** (offsets, lengths, pages; ``Edge.integers``) are clipped to
+their bounds, because a plan would access other memory with wrong ones (:func:`bounded`).
 """
 
 from __future__ import annotations

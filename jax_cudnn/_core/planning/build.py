@@ -1,4 +1,5 @@
-"""Builds a plan from cuDNN's proposals for a graph, its candidates."""
+"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: from cuDNN's proposals for a graph, its candidates.
+This and :mod:`.listing` drive cuDNN's frontend."""
 
 from __future__ import annotations
 

@@ -372,13 +372,10 @@ class Sdpa(Attending):
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return by_reference.jvp(self, g, tangents, inputs, outputs)
-        from .tangent import AttentionTangent  # lazy, for a fast import
+        from .tangent import tangents_of  # lazy, for a fast import
 
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
-        node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
-        along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        made = g.apply(node, **inputs, **outputs, **along)
-        return dict(zip(node.outs, made, strict=True))
+        return tangents_of(self, g, tangents, inputs, outputs)
 
 
 def _with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:

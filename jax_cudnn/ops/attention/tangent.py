@@ -125,6 +125,15 @@ class AttentionTangent(Tangent):
         return dict(zip(moved.values(), g.apply(through, **read, **given), strict=True))
 
 
+def tangents_of(
+    attention: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+) -> dict[str, GraphTensor]:
+    """The tangents of an attention's O and Stats, see :meth:`Node.jvp`."""
+    node = AttentionTangent(attention, tuple(tangents), tuple(outputs), tuple(inputs))
+    along = {node.given[port]: tangent for port, tangent in tangents.items()}
+    return dict(zip(node.outs, g.apply(node, **inputs, **outputs, **along), strict=True))
+
+
 def _finite(g: Derivation, stats: GraphTensor) -> GraphTensor:
     """The statistic, made so large for a query that sees no key that all its weights are 0: with
     -inf cuDNN's backward computes NaN. NaN stays NaN."""
@@ -220,11 +229,7 @@ class Arranged(Node):
     ) -> dict[str, GraphTensor]:
         if "Stats" not in outputs:
             return super().jvp(g, tangents, inputs, outputs)
-
-        node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
-        along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        made = g.apply(node, **inputs, **outputs, **along)
-        return dict(zip(node.outs, made, strict=True))
+        return tangents_of(self, g, tangents, inputs, outputs)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
         return ()
