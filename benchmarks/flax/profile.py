@@ -34,8 +34,10 @@ def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
     jax.block_until_ready(call())
     times: dict[str, list[float]] = defaultdict(list)
     planes: set[str] = set()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of Python would be an event
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(_STEPS):
                 last = call()
             jax.block_until_ready(last)

@@ -31,6 +31,7 @@ def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
             moved = entry["sides"][side].get("collectives", {})
             assert ("all-reduce" in moved) == (entry["gpus"] > 1)
             assert many_gpus.efficiency(result, name, side) > 0
+            assert entry["sides"][side]["profile"]["busy_ms"] > 0
     assert (
         "all-gather"
         in result["cells"]["gpt2/tiny, FSDP, 4"]["sides"][many_gpus.OURS]["collectives"]
