@@ -50,7 +50,7 @@ _SPLIT = {
     r"up\.kernel": P(None, "model"),
 }
 """The dimensions of parameters that tensor parallelism splits."""
-_EFFORT = Effort(seconds=2.0, calls=12, rounds=7)  # so the host's first call counts little
+_EFFORT = Effort(seconds=2.0, calls=5, rounds=7)
 
 
 def cells(count: int, tiny: bool) -> Iterator[tuple[str, Any, str, dict[str, int]]]:

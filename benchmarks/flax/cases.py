@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import jax_cudnn as jc
-
 from .models import GPT2, Gemma2, ResNet, UNet3D, ViT, multiply_adds
 from .tables import CUDNN, OURS, PLAIN, STEP, WHOLE
 
@@ -79,7 +77,6 @@ def _attention_by_cudnn(
     )
 
 
-@nnx.jit(donate_argnums=(0, 1))
 def step(
     model: nnx.Module, optimizer: nnx.Optimizer, inputs: jax.Array, labels: jax.Array
 ) -> jax.Array:
@@ -91,23 +88,6 @@ def step(
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)
-    return loss
-
-
-@nnx.jit(donate_argnums=(0, 1))
-def accelerated_step(
-    model: nnx.Module, optimizer: nnx.Optimizer, inputs: jax.Array, labels: jax.Array
-) -> jax.Array:
-    """The same, as one function of the state that ``jc.accelerate`` gets."""
-    graph, state = nnx.split((model, optimizer))
-
-    def run(state: nnx.State, *batch: jax.Array) -> tuple[nnx.State, jax.Array]:
-        both = nnx.merge(graph, state)
-        loss = step.__wrapped__(*both, *batch)
-        return nnx.state(both), loss
-
-    after, loss = jc.accelerate(run)(state, inputs, labels)
-    nnx.update((model, optimizer), after)
     return loss
 
 

@@ -31,8 +31,8 @@ def render(result: dict[str, Any]) -> str:
     text = (
         f"{where(result, 'flax')}. Median (minimum to maximum) of rounds in which the "
         "implementations take turns; bfloat16 with parameters in float32, random data, one "
-        "`nnx.jit` of loss, gradients and optax update with donated state. MFU counts three times "
-        "the forward's FLOPs, half for causal attention, at "
+        "jitted program of loss, gradients and optax update with donated state. MFU counts three "
+        "times the forward's FLOPs, half for causal attention, at "
         f"{limit['tflops']['bfloat16']:g} TFLOP/s ({limit['of']}). Memory is what XLA assigns to "
         "the step: arguments, results and temporaries."
     )
