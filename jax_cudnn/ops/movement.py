@@ -14,13 +14,13 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Node, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Fold, Node, frozen
 from .._core.graph.planned import Example
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
 from .reduction import Reduction
-from .transformations import grown
+from .transformations import anywhere, grown
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -110,11 +110,9 @@ class Reshape(Movement):
     ) -> dict[str, GraphTensor]:
         return {"input": g.reshaped(cotangents["OUT_0"], tensors["input"].shape)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        yield {"input": LEAD, "OUT_0": LEAD}
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Reshape:
-        return replace(self, out_dims=(size, *tensors["OUT_0"].shape))
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        node = replace(self, out_dims=(size, *tensors["OUT_0"].shape))
+        yield Fold(dict.fromkeys(tensors, LEAD), node)
 
 
 @register
@@ -164,15 +162,11 @@ class Transpose(Movement):
         back = sorted(range(len(self.permutation)), key=lambda axis: self.permutation[axis])
         return {"input": g.transposed(cotangents["OUT_0"], back)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         for out, axis in enumerate(self.permutation):
-            yield {"input": axis, "OUT_0": out}
-        yield {"input": LEAD, "OUT_0": LEAD}
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Transpose:
-        if fold["input"] != LEAD:
-            return self
-        return replace(self, permutation=(0, *(axis + 1 for axis in self.permutation)))
+            yield Fold({"input": axis, "OUT_0": out})
+        moved = replace(self, permutation=(0, *(axis + 1 for axis in self.permutation)))
+        yield Fold(dict.fromkeys(tensors, LEAD), moved)
 
 
 @register
@@ -227,14 +221,10 @@ class BroadcastTo(Movement):
     ) -> dict[str, GraphTensor]:
         return {"input": g.reduced(cotangents["OUT_0"], tensors["input"].shape)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        for axis, size in enumerate(self.out_dims):
-            if tensors["input"].shape[axis] == size:
-                yield {"input": axis, "OUT_0": axis}
-        yield {"input": LEAD, "OUT_0": LEAD}
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> BroadcastTo:
-        return BroadcastTo(grown(self.out_dims, fold["OUT_0"], size))
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        sizes = zip(tensors["input"].shape, self.out_dims, strict=True)
+        kept = (axis for axis, (old, new) in enumerate(sizes) if old == new)
+        return anywhere(tensors, kept, lambda axis: BroadcastTo(grown(self.out_dims, axis, size)))
 
 
 register_vocabulary(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,11 +14,13 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Node, frozen
+from .._core.graph.node import XLA_ONLY, Fold, Node, frozen
 from .._core.graph.planned import Example
 from .._core.graph.promotion import result_dtype
+from .transformations import along
 
 if TYPE_CHECKING:
+    from .._core.graph.node import Tensors
     from .._core.graph.spec import Tensor
 
 MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
@@ -48,7 +50,6 @@ class Resample(Node):
 
     method = "resample"
     dims = "input: n c *x -> Y: n c *y"
-    batch = "n c"
     jax_names = ("reduce_window", "max_pool", "avg_pool")
     dtypes = FLOATS
     xla_only = XLA_ONLY
@@ -103,6 +104,9 @@ class Resample(Node):
             integers("pre_padding", pre_padding),
             integers("post_padding", post_padding),
         )
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        return along(self, "n c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.sizes(inputs)

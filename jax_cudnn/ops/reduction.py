@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Node, frozen
+from .._core.graph.node import Fold, Node, frozen
 from .._core.graph.planned import Example
 from .transformations import anywhere, grown
 
@@ -195,12 +195,14 @@ class Reduction(Node):
             out = g.mul(out, math.prod(out.shape) / max(math.prod(shape), 1))
         return {"input": g.broadcast(out, shape)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         sizes = zip(tensors["input"].shape, tensors["Y"].shape, strict=True)
-        return anywhere(tensors, (axis for axis, (size, out) in enumerate(sizes) if size == out))
+        kept = (axis for axis, (old, new) in enumerate(sizes) if old == new)
 
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Reduction:
-        return dataclasses.replace(self, out_dims=grown(tensors["Y"].shape, fold["Y"], size))
+        def node(axis: int) -> Node:
+            return dataclasses.replace(self, out_dims=grown(tensors["Y"].shape, axis, size))
+
+        return anywhere(tensors, kept, node)
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -13,7 +13,7 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Node, Seen, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Fold, Node, Seen, frozen
 from .._core.graph.planned import Example
 from .transformations import anywhere
 
@@ -98,15 +98,16 @@ class Slice(Node):
     def linear_in(self, ports: Collection[str]) -> bool:
         return True
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         shape, part = tensors["input"].shape, tensors["OUT_0"].shape
-        return anywhere(tensors, (i for i, size in enumerate(part) if size == shape[i]))
+        whole, slices = ((None, None, None),), self.slices
 
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Slice:
-        whole, slices, axis = ((None, None, None),), self.slices, fold["input"]
-        if axis == LEAD:
-            return Slice(whole + slices)
-        return Slice(slices[:axis] + whole + slices[axis + 1 :])
+        def node(axis: int) -> Node:
+            if axis == LEAD:
+                return Slice(whole + slices)
+            return Slice(slices[:axis] + whole + slices[axis + 1 :])
+
+        return anywhere(tensors, (i for i, n in enumerate(part) if n == shape[i]), node)
 
     def keywords(self) -> dict[str, Any]:
         return {"slices": [slice(*bounds) for bounds in self.slices]}
@@ -218,13 +219,14 @@ class Concatenate(Node):
             start = stop
         return passed
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         rank = len(tensors["OUT_0"].shape)
-        return anywhere(tensors, (axis for axis in range(rank) if axis != self.axis % rank))
+        own = self.axis % rank
 
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Concatenate:
-        axis = self.axis % len(tensors["OUT_0"].shape)
-        return Concatenate(axis + (fold["OUT_0"] == LEAD), self.in_place_index)
+        def node(axis: int) -> Node:
+            return Concatenate(own + (axis == LEAD), self.in_place_index)
+
+        return anywhere(tensors, (axis for axis in range(rank) if axis != own), node)
 
     def _others(self, shape: Shape) -> Shape:
         axis = self.axis % len(shape) if shape else 0

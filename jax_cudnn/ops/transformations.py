@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8
-from .._core.graph.node import LEAD
+from .._core.graph.node import LEAD, Fold
 
 if TYPE_CHECKING:
     from .._core.graph.node import Node, Tensors, Values
@@ -58,8 +58,27 @@ def grown(shape: Shape, axis: int, size: int) -> Shape:
     return (*shape[:axis], size * shape[axis], *shape[axis + 1 :])
 
 
-def anywhere(ports: Iterable[str], axes: Iterable[int]) -> Iterator[dict[str, int]]:
-    """For nodes that take tensors of any rank: into one of ``axes``, or leading."""
+def anywhere(
+    ports: Iterable[str],
+    axes: Iterable[int],
+    node: Callable[[int], Node] | None = None,
+    broadcast: Collection[str] = (),
+) -> Iterator[Fold]:
+    """For nodes that take tensors of any rank: into one of ``axes``, or leading; ``node`` gives the
+    node for each of them."""
     names = tuple(ports)
     for axis in (*axes, LEAD):
-        yield dict.fromkeys(names, axis)
+        yield Fold(dict.fromkeys(names, axis), node and node(axis), broadcast)
+
+
+def along(node: Node, letters: str, batched: frozenset[str], tensors: Tensors) -> Iterator[Fold]:
+    """Into the dimensions of these letters of ``dims``, in which elements are independent of each
+    other."""
+    for letter in letters.split():
+        axes = {
+            port.name: port.axes.index(letter)
+            for port in (*node.ports.inputs, *node.ports.outputs)
+            if letter in port.axes and port.name in tensors
+        }
+        if batched <= {*axes}:
+            yield Fold(axes)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAD = -1
-"""In :meth:`Node.folds`: a new leading dimension."""
+"""In :class:`Fold`: a new leading dimension."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -57,6 +57,28 @@ def frozen(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
     double the import time of each node."""
     return dataclass(frozen=True, eq=False, repr=False)(cls)
+
+
+class Fold(NamedTuple):
+    """A way to vmap a node: the new dimension becomes part of dimensions that it has.
+
+    Attributes:
+        axes: for each port with the dimension, the axis of which it is the slower part, or LEAD.
+            It contains all batched input ports. Other input ports in it are repeated along the
+            dimension unless they broadcast; the rest stay unchanged.
+        node: the node for the larger dimension, where its attributes differ.
+        broadcast: the ports that may have size 1 in that axis (or leading) where others have more.
+        summed: results over the whole batch: the way applies only if nothing reads them.
+    """
+
+    axes: Mapping[str, int]
+    node: Node | None = None
+    broadcast: Collection[str] = ()
+    summed: Collection[str] = ()
+
+
+BY_REFERENCE = Fold({})
+"""XLA computes the batched node from its reference, if no other way applies."""
 
 
 class Draws(NamedTuple):
@@ -90,16 +112,10 @@ class Node(Planned):
 
     dims: ClassVar[str]
     """Ports and shapes, see :mod:`.dims`."""
-    batch: ClassVar[str] = ""
-    """Letters of ``dims`` along which elements are independent of each other."""
     jax_names: ClassVar[tuple[str, ...]] = ()
     """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
-    of_all_examples: ClassVar[tuple[str, ...]] = ()
-    """Results over the whole batch: vmap folds into the node only if nothing reads them."""
-    vmaps_by_reference: ClassVar[bool] = False
-    """Whether XLA computes the node under vmap from its reference, because no fold is correct."""
     moves: ClassVar[bool] = False
     """Whether the node only moves elements: its values keep their dtype, even inside a graph."""
     deterministic: ClassVar[bool] = True
@@ -304,23 +320,11 @@ class Node(Planned):
         return NotImplemented
 
     def folds(
-        self, batched: frozenset[str], tensors: Mapping[str, Tensor]
-    ) -> Iterable[Mapping[str, int]]:
-        """Ways to fold a vmap dimension into the node, best first.
-
-        A way maps ports to the axis into which the dimension is folded (as the slower part of
-        that axis), or to LEAD. It contains all of ``batched``, the input ports with the dimension;
-        other input ports in it are repeated along the dimension unless they broadcast; the rest
-        stay unchanged. By default the letters of ``batch`` are such axes.
-        """
-        for letter in self.batch.split():
-            ports = {
-                port.name: port.axes.index(letter)
-                for port in (*self.ports.inputs, *self.ports.outputs)
-                if letter in port.axes and port.name in tensors
-            }
-            if batched <= {*ports}:
-                yield ports
+        self, batched: frozenset[str], size: int, tensors: Mapping[str, Tensor]
+    ) -> Iterable[Fold]:
+        """Ways to fold a vmap dimension of ``size`` into the node, best first; ``batched`` are the
+        input ports with the dimension, ``tensors`` those of one element."""
+        return ()
 
     def vmapped(
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
@@ -328,16 +332,6 @@ class Node(Planned):
         """The results for inputs with a leading dimension of ``size``, from other nodes; None if
         only :meth:`folds` applies. ``tensors`` are those of one element."""
         return None
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        """Whether an operand may have size 1 in an axis (or leading) where others have more."""
-        axes = next((p.axes for p in self.ports.inputs if p.name == port), ())
-        return 0 <= axis < len(axes) and axes[axis] in self.ports.broadcast
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Mapping[str, Tensor]) -> Node:
-        """The node with attributes for a dimension of ``size`` that is folded in so; ``tensors``
-        are those before."""
-        return self
 
 
 REGISTRY: dict[str, type[Node]] = {}

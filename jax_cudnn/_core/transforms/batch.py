@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph.by_reference import Batched
-from ..graph.node import LEAD, Node
+from ..graph.node import BY_REFERENCE, LEAD, Fold, Node
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
 from .derivation import Derivation, vocabulary
 from .derived import Derived
 
 _MOST = 32  # combinations of folds that are compared
-_Fold = Mapping[str, int]
 
 
 class NoFold(Exception):
@@ -54,7 +53,10 @@ def _ways(spec: GraphSpec, call: Call) -> int:
     subsets = itertools.chain.from_iterable(
         itertools.combinations(ports, n) for n in range(1, len(ports) + 1)
     )
-    folds = max(len([*call.node.folds(frozenset(s), tensors)]) for s in subsets)
+    folds = max(
+        sum(fold is not BY_REFERENCE for fold in call.node.folds(frozenset(s), 1, tensors))
+        for s in subsets
+    )
     return max(folds, 1) + (type(call.node).vmapped is not Node.vmapped)
 
 
@@ -126,8 +128,7 @@ class _Attempt:
                 self._forms[name] = {_Form(): x}
             self._computed |= {name for _, name in call.outputs}
             return
-        together = {name for port, name in call.outputs if port in call.node.of_all_examples}
-        folds = [] if together & self._read else self._folds(call, ports, tensors)
+        folds, by_reference = self._folds(call, ports, tensors)
         movable = [port for port, name in call.inputs if self.spec.tensor(name).value is None]
         if len(ports) == len(movable) or not folds:
             front = sum(self._cost(name, _Form(LEAD)) for _, name in call.inputs)
@@ -141,9 +142,9 @@ class _Attempt:
         node, fold = call.node, None
         if folds:
             fold = min(folds, key=lambda fold: self._price(call, ports, fold, tensors))
-            node = node.folded(fold, self.size, tensors)
+            node = fold.node or node
             forms = self._needed(call, ports, fold, tensors)
-        elif node.xla_only or node.vmaps_by_reference:
+        elif node.xla_only or by_reference:
             inner, outs = (tuple(port for port, _ in side) for side in (call.inputs, call.outputs))
             node = Batched(node, self.size, tuple(p for p in inner if p in ports), inner, outs)
             forms = {port: _Form(LEAD if port in ports else None) for port in inner}
@@ -152,7 +153,7 @@ class _Attempt:
         self.price += sum(self._cost(name, forms[port]) for port, name in call.inputs)
         values = {port: self._get(name, forms[port]) for port, name in call.inputs}
         for (port, name), x in zip(call.outputs, self.g.apply(node, **values), strict=True):
-            form = _Form(LEAD if fold is None else fold.get(port))
+            form = _Form(LEAD if fold is None else fold.axes.get(port))
             shaped = self._shaped(tensors[port], form)
             self._forms[name] = {form: self.g.fixed(self.g.ordered(x, shaped.order), shaped.dtype)}
             self.batched.add(name)
@@ -177,56 +178,48 @@ class _Attempt:
 
     def _folds(
         self, call: Call, ports: frozenset[str], tensors: Mapping[str, Tensor]
-    ) -> list[_Fold]:
-        """A node's folds. Of equally cheap ones the first is chosen, so those come first that its
-        operands already have."""
-        folds = [*call.node.folds(ports, tensors)]
+    ) -> tuple[list[Fold], bool]:
+        """A node's folds, and whether XLA may compute the batched node by its reference. Of equally
+        cheap folds the first is chosen, so those come first that its operands already have."""
+        read = {port for port, name in call.outputs if name in self._read}
+        found = [*call.node.folds(ports, self.size, tensors)]
+        by_reference = BY_REFERENCE in found
+        folds = [f for f in found if f is not BY_REFERENCE and read.isdisjoint(f.summed)]
         if call.node.anchor:
-            return folds
+            return folds, by_reference
         named = {port: self._forms[name] for port, name in call.inputs}
         largest = sorted(ports, key=lambda port: -math.prod(tensors[port].shape))
 
-        def unlike(fold: _Fold) -> tuple[bool, ...]:
-            return tuple(_Form(fold[port]) not in named[port] for port in largest)
+        def unlike(fold: Fold) -> tuple[bool, ...]:
+            return tuple(_Form(fold.axes[port]) not in named[port] for port in largest)
 
-        return sorted(folds, key=unlike)
+        return sorted(folds, key=unlike), by_reference
 
     def _needed(
-        self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
+        self, call: Call, ports: frozenset[str], fold: Fold, tensors: Mapping[str, Tensor]
     ) -> dict[str, _Form]:
         """The form in which the call takes each operand."""
         forms = {}
         for port, name in call.inputs:
-            axis, shape = fold.get(port), tensors[port].shape
+            axis, shape = fold.axes.get(port), tensors[port].shape
             if axis is None:
                 forms[port] = _Form()
             elif axis == LEAD:
-                thin = port not in ports and call.node.broadcasts(port, LEAD)
+                thin = port not in ports and port in fold.broadcast
                 forms[port] = _Form(LEAD, thin=thin)
             else:
-                extent = self._extent(call, fold, port, tensors)
+                extent = _extent(call, fold, port, tensors)
                 if port in ports:
                     forms[port] = _Form(axis, extent if shape[axis] == 1 else 1)
                 else:
-                    broadcasts = shape[axis] == 1 and call.node.broadcasts(port, axis)
+                    broadcasts = shape[axis] == 1 and port in fold.broadcast
                     forms[port] = _Form() if broadcasts else _Form(axis)
             if self.spec.tensor(name).value is not None:
                 forms[port] = _Form(LEAD, thin=True) if axis == LEAD else _Form()
         return forms
 
-    def _extent(self, call: Call, fold: _Fold, port: str, tensors: Mapping[str, Tensor]) -> int:
-        """The size of the call along the axis into which an operand is folded."""
-        if not call.node.broadcasts(port, fold[port]):
-            return 1
-        sizes = [
-            tensors[other].shape[axis]
-            for other, axis in fold.items()
-            if axis == fold[port] and other in dict(call.inputs)
-        ]
-        return 0 if 0 in sizes else max(sizes)
-
     def _price(
-        self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
+        self, call: Call, ports: frozenset[str], fold: Fold, tensors: Mapping[str, Tensor]
     ) -> float:
         forms = self._needed(call, ports, fold, tensors)
         return sum(self._cost(name, forms[port]) for port, name in call.inputs)
@@ -315,3 +308,15 @@ def _batched_whole(spec: GraphSpec, size: int) -> GraphSpec:
 
 def _elements(tensor: Tensor) -> int:
     return math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)
+
+
+def _extent(call: Call, fold: Fold, port: str, tensors: Mapping[str, Tensor]) -> int:
+    """The size of the call along the axis into which an operand is folded."""
+    if port not in fold.broadcast:
+        return 1
+    sizes = [
+        tensors[other].shape[axis]
+        for other, axis in fold.axes.items()
+        if axis == fold.axes[port] and other in dict(call.inputs)
+    ]
+    return 0 if 0 in sizes else max(sizes)

@@ -17,6 +17,7 @@ from ..._core.graph.node import (
     Anchor,
     Draws,
     Engines,
+    Fold,
     Node,
     OtherForm,
     Seen,
@@ -139,15 +140,15 @@ def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, A
 
 def as_examples(
     batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
-) -> Iterable[dict[str, int]]:
+) -> Iterable[Fold]:
     """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
     stays shared if possible."""
     bias = tensors.get("bias")
     shared = bias is not None and bias.shape[0] == 1
     if shared and "bias" not in batched and "dBias" not in tensors:
-        yield dict.fromkeys({*ports} - {"bias"}, 0)
+        yield Fold(dict.fromkeys({*ports} - {"bias"}, 0))
     if bias is None or bias.shape[0] == tensors[queries].shape[0]:
-        yield dict.fromkeys(ports, 0)
+        yield Fold(dict.fromkeys(ports, 0))
 
 
 _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
@@ -327,20 +328,17 @@ class Attending(Biased):
             )
         return "; ".join(said)
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
         ports = extras.folds(batched, tensors)
         if self.score_mod is not None and ports:
             further = {port: tensors[port] for port in ports}
-            yield from folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors))
+            for fold in folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors)):
+                mod = self.score_mod.folded(size, fold)
+                yield Fold(fold, dataclasses.replace(self, score_mod=mod))
         if self.score_mod is not None or not ports:
             return
         yield from as_examples(batched, tensors, ports, "q")
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
-        if self.score_mod is None:
-            return self
-        return dataclasses.replace(self, score_mod=self.score_mod.folded(size, fold))
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()

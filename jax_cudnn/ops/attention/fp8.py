@@ -12,7 +12,7 @@ from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import NUMBERS_ONLY, ROW_MAJOR, Anchor, Node, Seen, frozen
+from ..._core.graph.node import NUMBERS_ONLY, ROW_MAJOR, Anchor, Fold, Node, Seen, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 TILE = 128
 """Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
 
+_AMAX = ("Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
+"""Maxima over the whole batch."""
+
 
 @frozen
 class Scaled(Node):
@@ -47,9 +50,6 @@ class Scaled(Node):
     order = ROW_MAJOR
     dtypes = FP8
     selecting = LENGTHS[:1]
-    of_all_examples = (
-        "Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP",
-    )  # fmt: skip
     bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
     """Ports that are neither fp8 nor scales, with their dtypes."""
@@ -113,11 +113,11 @@ class Scaled(Node):
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch, if all batch elements share the scales."""
-        common = {*self.of_all_examples, *filter(self.is_common, tensors)}
+        common = {*_AMAX, *filter(self.is_common, tensors)}
         if not batched & common:
-            yield dict.fromkeys({*tensors} - common, 0)
+            yield Fold(dict.fromkeys({*tensors} - common, 0), summed=_AMAX)
 
     def is_common(self, port: str) -> bool:
         """Whether all batch elements share an operand."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import Edge, Seen, View, frozen
+from ..._core.graph.node import Edge, Fold, Seen, View, frozen
 from . import reference as attention_reference
 from .bias import LENGTHS
 from .operands import computed
@@ -111,10 +111,10 @@ class PagedSdpa(Arranged):
     ) -> dict[str, GraphTensor]:
         return NotImplemented
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch, with shared pages."""
         if not batched & {"k", "v"}:
-            yield dict.fromkeys({*tensors} - {"k", "v"}, 0)
+            yield Fold(dict.fromkeys({*tensors} - {"k", "v"}, 0))
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """A few batch elements at a time: only their keys and values are gathered."""

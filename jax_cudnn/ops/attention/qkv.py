@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import Node, View, frozen
+from ..._core.graph.node import Fold, Node, View, frozen
 from ..._core.reasons import Reason
 from .base import as_examples
 from .bias import LENGTHS, Biased
@@ -90,7 +90,7 @@ class _Qkv(Biased, Arranged):
         parts = (qkv[:, first:last] for first, last in self.parts(qkv.shape[1]))
         return found | dict(zip("qkv", parts, strict=True))
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
         return as_examples(batched, tensors, tensors, "qkv")
 

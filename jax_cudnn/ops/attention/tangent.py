@@ -12,7 +12,7 @@ from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import ROW_MAJOR, XLA_ONLY, Engines, Node, frozen
+from ..._core.graph.node import ROW_MAJOR, XLA_ONLY, Engines, Fold, Node, frozen
 from ..._core.reasons import Reason
 from .base import LENGTHS, Attending, wrong_dtypes
 from .extras import sink_gradient
@@ -231,5 +231,5 @@ class Arranged(Node):
             return super().jvp(g, tangents, inputs, outputs)
         return tangents_of(self, g, tangents, inputs, outputs)
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return ()

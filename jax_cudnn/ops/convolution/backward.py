@@ -47,7 +47,6 @@ class ConvDgrad(ConvolutionGradient):
 
     method = "conv_dgrad"
     dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
-    batch = "n"
     roles = Roles("DX", "filter", "loss")
     jax_names = ("conv_transpose",)
     deterministic = False

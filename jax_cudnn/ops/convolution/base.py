@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Node, frozen
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, frozen
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
@@ -133,7 +133,7 @@ class Convolution(Node):
         }
         return {port: g.apply(kind(**own, **dims), **given)[0]}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         image, weight, result = self.roles
         dense = tensors[image].shape[1] == tensors[weight].shape[1]
         # Batch, features and channels each belong to two of the three tensors. A fold fits if the
@@ -145,8 +145,12 @@ class Convolution(Node):
         ):
             inputs = [port for port in fold if port in self.ports.input_names]
             if applies and len(inputs) == 1 and batched == {*inputs}:
-                yield fold
-        yield {image: 1, weight: 0, result: 1}  # groups
+                yield self._folded(fold, size, tensors)
+        groups = {image: 1, weight: 0, result: 1}
+        yield self._folded(groups, size, tensors)
+
+    def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
+        return Fold(axes)
 
     def vmapped(
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
@@ -302,9 +306,10 @@ class ConvolutionGradient(Convolution):
         )
         return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
 
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Self:
+    def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         (out,) = self.ports.output_names
-        return dataclasses.replace(self, out_dims=grown(tensors[out].shape, fold[out], size))
+        shape = grown(tensors[out].shape, axes[out], size)
+        return Fold(axes, dataclasses.replace(self, out_dims=shape))
 
     def check_forward(self, image: Tensor, weight: Tensor, loss: Tensor) -> None:
         """GraphError unless the convolution of image and weight has the loss's shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,14 +13,15 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
-from ..._core.graph.node import Anchor, Engines, Node
+from ..._core.graph.node import Anchor, Engines, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
+from ..transformations import along
 from .base import SOLVERS, Convolution, Roles
 from .reference import convolved
 
 if TYPE_CHECKING:
-    from ..._core.graph.node import Values
+    from ..._core.graph.node import Tensors, Values
     from ..._core.graph.spec import GraphSpec, Tensor
     from ..._core.graph.tensor import GraphTensor
     from ..._core.transforms.derivation import Derivation
@@ -51,7 +52,6 @@ class ConvFprop(Convolution):
 
     method = "conv_fprop"
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
-    batch = "n"
     roles = Roles("image", "weight", "Y")
     anchor = Anchor(product=True, prologue="genstats")  # in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
@@ -185,7 +185,6 @@ class Genstats(Node):
 
     method = "genstats"
     dims = "input: n c *x -> SUM: n c *x, SQ_SUM: n c *x"
-    batch = "c"
     requires = (
         "it follows a float16 convolution whose result is float16 (.set_data_type) and is also "
         "returned; in other graphs, two reductions compute the same sums"
@@ -194,6 +193,9 @@ class Genstats(Node):
         Example({"input": (8, 64, 28, 28)}, "float16", alone=False),
         Example({"input": (2, 16, 5, 6)}, "float32", alone=False),
     )
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        return along(self, "c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.sizes(inputs)

@@ -15,7 +15,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Node, frozen
+from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -204,21 +204,19 @@ class Matmul(Node):
         out = turned(g, out) if lies_turned else out
         return {port: g.reduced(out, shape)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         shape = tensors["A"].shape
         row, column = len(shape) - 2, len(shape) - 1
-        rows, columns = {"A": row, "C": row}, {"B": column, "C": column}
+        rows, columns = Fold({"A": row, "C": row}), Fold({"B": column, "C": column})
         alone = shape[:-2] == (1,) * row
         if batched == {"A"} and alone:
             yield rows
-        yield dict.fromkeys(("A", "B", "C"), 0 if row else LEAD)
+        # Only along the batch an operand may broadcast.
+        yield Fold(dict.fromkeys(tensors, 0 if row else LEAD), broadcast=("A", "B"))
         if batched == {"A"} and not alone:
             yield rows
         if batched == {"B"}:
             yield columns
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        return axis <= 0  # only along the batch an operand may broadcast
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][-1]
@@ -305,27 +303,19 @@ class Contraction(Matmul):
         out = _exchanged(g, out, lead, rows) if lies_turned else out
         return {port: g.reduced(out, tensor.shape)}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
-        at, ports = self.batched, ("A", "B", "C")
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        at, operands = self.batched, ("A", "B")
         if batched == {"A"} and not at:
-            yield {"A": LEAD, "C": LEAD}  # further rows
-        others = [tensors[port].shape[:at] for port in ports[:2] if port not in batched]
+            yield Fold({"A": LEAD, "C": LEAD}, replace(self, rows=self.rows + 1))
+        others = [tensors[port].shape[:at] for port in operands if port not in batched]
         if at and others == [(1,) * at]:
-            yield dict.fromkeys(ports, 0)
-        yield dict.fromkeys(ports, LEAD)
+            yield Fold(dict.fromkeys(tensors, 0), broadcast=operands)
+        node = replace(self, batched=at + 1)
+        yield Fold(dict.fromkeys(tensors, LEAD), node, broadcast=() if at else operands)
         if batched == {"A"} and at and self.rows:
-            yield {"A": at, "C": at}
+            yield Fold({"A": at, "C": at})
         if batched == {"B"} and self.columns:
-            yield {"B": at + self.depth, "C": at + self.rows}
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        return not self.batched if axis == LEAD else axis < self.batched
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
-        if fold["C"] != LEAD:
-            return self
-        name = "batched" if "B" in fold else "rows"
-        return replace(self, **{name: getattr(self, name) + 1})
+            yield Fold({"B": at + self.depth, "C": at + self.rows})
 
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge()

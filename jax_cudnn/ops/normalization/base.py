@@ -44,7 +44,6 @@ class Normalizing(Node):
 
     extent: ClassVar[Extent]
     anchor = ANCHOR
-    vmaps_by_reference = True
     dtypes = FLOATS
     computed: ClassVar[tuple[str, ...]] = ()
     """The operands that any operation in the same plan may compute."""

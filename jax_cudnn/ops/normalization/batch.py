@@ -13,7 +13,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.node import XLA_ONLY, Node
+from ..._core.graph.node import XLA_ONLY, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
 from .base import ANCHOR, BACKWARD_DIMS, Moments, normalized
@@ -270,7 +270,7 @@ class BatchnormInference(Node):
         mean, inv_variance, scale, bias = (arrays[port].astype(kind) for port in ports)
         return inv_variance * scale, bias - mean * inv_variance * scale
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         if batched <= {"input"}:
-            yield {"input": 0, "Y": 0}
-        yield dict.fromkeys(tensors, 1)
+            yield Fold({"input": 0, "Y": 0})
+        yield Fold(dict.fromkeys(tensors, 1))

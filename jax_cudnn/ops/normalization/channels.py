@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.builder import register
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import CHANNELS_LAST
+from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .base import BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
@@ -39,14 +39,15 @@ class OfChannels(Normalizing):
     order = CHANNELS_LAST
     requires = "epsilon is a Python scalar"
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the channels; or into the batch, if batch elements are independent and no batched
         or summed operand is shared between them."""
         each = {"input", "Y", "mean", "inv_var"}
         if batched <= each and not (self.extent.batch or isinstance(self, NormalizationBackward)):
-            yield {port: 0 for port in tensors if port in each}
+            yield Fold({port: 0 for port in tensors if port in each})
         if not batched & {"epsilon", "momentum"}:
-            yield {port: 1 for port in tensors if port not in ("epsilon", "momentum")}
+            yield Fold({port: 1 for port in tensors if port not in ("epsilon", "momentum")})
+        yield BY_REFERENCE
 
 
 class BackwardOfChannels(OfChannels, NormalizationBackward):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
-from ..._core.graph.node import Node, frozen
+from ..._core.graph.node import BY_REFERENCE, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
@@ -60,8 +60,8 @@ class AdalayernormBackward(BackwardOfRows):
         ),
     )
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        yield dict.fromkeys(tensors, 0)
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        yield Fold(dict.fromkeys(tensors, 0))
 
 
 @register
@@ -103,9 +103,10 @@ class Adalayernorm(ForwardOfRows):
             return Reason("without a bias nvidia-cudnn-frontend 1.28 crashes: pass a bias of zeros")
         return super().support(tensors, graph)
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         if "epsilon" not in batched:
-            yield {port: 0 for port in tensors if port != "epsilon"}
+            yield Fold({port: 0 for port in tensors if port != "epsilon"})
+        yield BY_REFERENCE
 
 
 @register

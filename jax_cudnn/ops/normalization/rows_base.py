@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, LEAD, MERGED, Engines, Node, Seen
+from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, Engines, Fold, Seen
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
@@ -75,7 +75,7 @@ class OfRows(Normalizing):
         words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
         return super().pattern(tensors) + words
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the rows if only row-wise operands are batched; otherwise leading."""
         of_rows = {"input", "Y", "mean", "inv_var"}
         if batched <= of_rows and not isinstance(self, NormalizationBackward):
@@ -83,19 +83,13 @@ class OfRows(Normalizing):
             for axis in range(self.extent.first, len(scale)):
                 longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
                 if scale[axis] == 1 and self.extent.fits(longer, scale):
-                    yield {port: axis for port in tensors if port in of_rows}
+                    axes = {port: axis for port in tensors if port in of_rows}
+                    yield Fold(axes, broadcast=("epsilon",))
         if "epsilon" not in batched and self.in_front is not None:
-            yield dict.fromkeys(tensors, LEAD)
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        return port == "epsilon"
-
-    def folded(self, fold: dict[str, int], size: int, tensors: Tensors) -> Node:
-        if fold["input"] != LEAD:
-            return self
-        assert self.in_front is not None
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
-        return self.in_front(**fields)
+            fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
+            node = self.in_front(**fields)
+            yield Fold(dict.fromkeys(tensors, LEAD), node, broadcast=("epsilon",))
+        yield BY_REFERENCE
 
 
 def ones(g: Derivation, scale: Tensor) -> GraphTensor:

@@ -17,7 +17,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Node
+from ..._core.graph.node import Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -128,11 +128,9 @@ class Pointwise(Node):
                 passed[port] = g.reduced(term, tensors[port].shape)
         return passed
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        return anywhere(tensors, range(len(tensors[self.ports.output_names[0]].shape)))
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        return port != self.shaped
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        axes = range(len(tensors[self.ports.output_names[0]].shape))
+        return anywhere(tensors, axes, broadcast={*tensors} - {self.shaped})
 
 
 def usual(*ports: str, dtypes: tuple[str, str] = ("bfloat16", "float32")) -> tuple[Example, ...]:

@@ -13,7 +13,7 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, frozen
+from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
@@ -238,13 +238,11 @@ class GenIndex(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jax.lax.broadcasted_iota(jnp.int32, input.shape, self.axis % input.ndim),)
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         rank = len(tensors["input"].shape)
-        return anywhere(tensors, (axis for axis in range(rank) if axis != self.axis % rank))
-
-    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> GenIndex:
-        axis = self.axis % len(tensors["input"].shape)
-        return GenIndex(axis + (fold["input"] == LEAD))
+        own = self.axis % rank
+        others = (axis for axis in range(rank) if axis != own)
+        return anywhere(tensors, others, lambda axis: GenIndex(own + (axis == LEAD)))
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -20,7 +20,7 @@ from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Node, frozen
+from ..._core.graph.node import Edge, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .activation import Relu
@@ -50,10 +50,10 @@ def _mask_shape(shape: Shape) -> Shape:
     return (shape[0], shape[1] // BITS, *shape[2:])
 
 
-def _folds(tensors: Tensors) -> Iterable[dict[str, int]]:
+def _folds(tensors: Tensors) -> Iterable[Fold]:
     """Into the batch or the channels: the mask and the input have these axes in common."""
-    yield dict.fromkeys(tensors, 0)
-    yield dict.fromkeys(tensors, 1)
+    yield Fold(dict.fromkeys(tensors, 0))
+    yield Fold(dict.fromkeys(tensors, 1))
 
 
 @register
@@ -109,7 +109,7 @@ class ReluMask(Node):
             return super().jvp(g, tangents, inputs, outputs)
         return {"OUT_0": g.masked(tangents["input"], outputs["MASK"])}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return _folds(tensors)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -169,7 +169,7 @@ class Masked(Node):
             x = g.rounded(x, "float32")
         return {"input": g.masked(x, inputs["mask"])}
 
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return _folds(tensors)
 
 

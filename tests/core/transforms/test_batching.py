@@ -152,7 +152,7 @@ def test_no_operation_of_the_table_runs_in_turn():
     """But where a result is one of all examples (a largest value), and vmap gives one of each."""
     for case in all_cases():
         spec = case.function.trace(*case.avals)[1].spec
-        if any(call.node.of_all_examples for call in spec.calls):
+        if any(port.lower().startswith("amax") for call in spec.calls for port, _ in call.outputs):
             with pytest.raises(NoFold):
                 batch(spec, 2, frozenset(spec.inputs))
             continue
