@@ -222,7 +222,9 @@ def _is_exact(spec: GraphSpec, name: str) -> bool:
         read = {name for _, name in call.inputs}
         made |= read
         node, rounds = call.node, any(is_floating(spec.tensor(name).dtype) for name in read)
-        if rounds and not (node.moves or node.chooses or node.method.startswith("cmp_")):
+        if rounds and not (
+            node.algebra.moves or node.algebra.chooses or node.method.startswith("cmp_")
+        ):
             return False
     return True
 

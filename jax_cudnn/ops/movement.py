@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Fold, Node, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen
 from .._core.graph.planned import Example
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Movement(Node):
     """An operation on elements of any type that runs in XLA."""
 
-    moves = True
+    algebra = Algebra(moves=True)
     xla_only = XLA_ONLY
     dtypes = (*NUMBERS, E8M0, "bool")
     requires = (
@@ -185,7 +185,7 @@ class BroadcastTo(Movement):
     method = "broadcast_to"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
-    recomputed = True
+    algebra = Algebra(moves=True, recomputed=True)
     requires = "runs in XLA: cuDNN graphs have no such operation"
     examples = (
         Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),

@@ -13,7 +13,7 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Fold, Node, Seen, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen
 from .._core.graph.planned import Example
 from .transformations import anywhere
 
@@ -40,7 +40,7 @@ class Slice(Node):
     method = "slice"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("slice", "dynamic_slice", "slice_in_dim")
-    moves = True
+    algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
     requires = (
         "cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a matmul; "
@@ -146,7 +146,7 @@ class Concatenate(Node):
     method = "concatenate"
     dims = "*inputs: *x -> OUT_0: *y"
     jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
-    moves = True
+    algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
     xla_only = XLA_ONLY
     requires = (

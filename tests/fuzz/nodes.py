@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
 from jax_cudnn._core.graph.node import REGISTRY, ROW_MAJOR, Node
+from jax_cudnn._core.graph.planned import is_product
 
 from . import layers
 from .drawing import Drawing, Operand
@@ -34,11 +35,11 @@ def kind(node: type[Node]) -> str:
     """To which share a node belongs; one of no share is not drawn: attention of float8's."""
     if node.order == ROW_MAJOR:
         return "attention" if node.method in layers.DRAWS else ""
-    if node.product:
+    if is_product(node):
         return "product"
     if node.method in layers.DRAWS:
         return "normalization"
-    if node.moves or node.xla_only:
+    if node.algebra.moves or node.xla_only:
         return "movement"
     return "other" if node.method in DRAWS else "each element"
 

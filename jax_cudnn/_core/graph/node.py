@@ -36,6 +36,7 @@ from .planned import Example, Planned
 from .planned import OtherForm as OtherForm
 from .planned import Seen as Seen
 from .planned import View as View
+from .planned import is_product as is_product
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -81,6 +82,28 @@ BY_REFERENCE = Fold({})
 """XLA computes the batched node from its reference, if no other way applies."""
 
 
+class Algebra(NamedTuple):
+    """What transformations and XLA's form may assume of an operation.
+
+    Attributes:
+        moves: it only moves elements: its values keep their dtype, even inside a graph.
+        chooses: results are selected operand elements (up to sign), hence exact in the operand
+            dtype.
+        adds, multiplies: it adds, or multiplies, two tensors, of which one may be the bias, or a
+            factor, of a product.
+        smooth: an operand that is rounded to 16 bits changes the result about as much as rounding
+            the result to 16 bits does.
+        recomputed: derivatives recompute the results if that saves memory.
+    """
+
+    moves: bool = False
+    chooses: bool = False
+    adds: bool = False
+    multiplies: bool = False
+    smooth: bool = False
+    recomputed: bool = False
+
+
 class Draws(NamedTuple):
     """The random numbers that a node draws, of which a shard of the batch draws its part.
 
@@ -116,24 +139,11 @@ class Node(Planned):
     """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
-    moves: ClassVar[bool] = False
-    """Whether the node only moves elements: its values keep their dtype, even inside a graph."""
+    algebra: ClassVar[Algebra] = Algebra()
     deterministic: ClassVar[bool] = True
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
     """Text of the numerics page on this node, in addition to accumulation and output rounding."""
-    chooses: ClassVar[bool] = False
-    """Whether results are selected operand elements (up to sign), hence exact in the operand
-    dtype."""
-    adds: ClassVar[bool] = False
-    """Whether the node adds two tensors, of which one may be the bias of a product."""
-    multiplies: ClassVar[bool] = False
-    """Whether the node multiplies two tensors, of which one may be a factor of a product."""
-    smooth: ClassVar[bool] = False
-    """Whether an operand that is rounded to 16 bits changes the result about as much as rounding
-    the result to 16 bits does."""
-    recomputed: ClassVar[bool] = False
-    """Whether derivatives recompute the results if that saves memory."""
     paired: ClassVar[bool] = False
     """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
     the other writes in its own format: a dropout stream, bit masks, statistics."""
@@ -145,15 +155,9 @@ class Node(Planned):
     of a row, which is less on a shard of the later dimensions."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
-    product: ClassVar[bool] = False
-    """Whether the anchor is a product."""
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
     """The dtype in which the node computes and accumulates."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.product = cls.anchor is not None and cls.anchor.product
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
@@ -249,11 +253,15 @@ class Node(Planned):
 
         Nodes override this if cuDNN has different kernels for different uses.
         """
-        return "" if self.moves else self.method
+        return "" if self.algebra.moves else self.method
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
+        return (
+            0
+            if self.algebra.moves
+            else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
+        )
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.
@@ -275,7 +283,7 @@ class Node(Planned):
         """The factor and the summand with which the result follows from the one operand that
         ``arrays`` lacks; None if it does not."""
         factors = [*arrays.values()]
-        return (factors[0], None) if self.multiplies and len(factors) == 1 else None
+        return (factors[0], None) if self.algebra.multiplies and len(factors) == 1 else None
 
     def scaled(
         self, arrays: Mapping[str, jax.Array], factor: jax.Array

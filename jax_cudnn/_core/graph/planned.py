@@ -209,6 +209,11 @@ class Planned:
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
+def is_product(node: Planned | type[Planned]) -> bool:
+    """Whether the node is the anchor of its graph and multiplies."""
+    return node.anchor is not None and node.anchor.product
+
+
 class Example(NamedTuple):
     """Shapes and dtypes that tests, benchmarks and the support table share.
 

@@ -10,6 +10,7 @@ import jax
 
 from ..errors import GraphTypeError
 from .dtypes import FP8, INTEGERS, canonical_compute, is_floating, itemsize
+from .planned import is_product
 from .spec import Call
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
     usual = compute_type(default_compute(node, inputs), inputs)
     compute = compute_type(canonical_compute(compute), inputs) if compute else usual
     allowed = [usual]
-    if node.product and usual == "float32":
+    if is_product(node) and usual == "float32":
         allowed.append("float16")
         if all(tensor.dtype in FP8 for tensor in inputs.values()):
             allowed.append("fast_float_for_fp8")
@@ -40,7 +41,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
 
 def default_compute(node: Node, inputs: Mapping[str, Tensor]) -> str:
     """The compute type if the user sets none; a product of integers has their accumulator."""
-    if node.product and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
+    if is_product(node) and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
         return "int32"
     return "bool" if node.dtypes == ("bool",) else "float32"
 
@@ -118,7 +119,7 @@ def intermediate_dtypes(
             if name in fixed:
                 continue
             kept = node.anchor is not None and node.anchor.keeps_dtypes
-            if node.moves:
+            if node.algebra.moves:
                 sources[name] = tuple(source for _, source in call.inputs)
                 dtypes[name] = dtypes[sources[name][0]]
             elif is_floating(said[name]) and not (node.xla_only or kept):
@@ -138,7 +139,7 @@ def _beside_16_bits(
 ) -> Iterator[str]:
     """Factors of a product that have another dtype than the other one, and would have it."""
     factors = [name for _, name in call.inputs]
-    if call.node.product and len(factors) == 2:
+    if is_product(call.node) and len(factors) == 2:
         for name, other in (factors, factors[::-1]):
             if itemsize(dtypes[other]) == 2 and dtypes[name] != dtypes[other] == said[name]:
                 yield name

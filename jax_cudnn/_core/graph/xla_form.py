@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from . import reference
 from .dtypes import FP8, is_floating, itemsize
-from .node import MATRICES, Node
+from .node import MATRICES, Node, is_product
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
 from .spec import Call, GraphSpec
@@ -49,7 +49,7 @@ def _narrow(
     for call, node, inputs in steps(_products_last(spec), values):
         wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
         node = node.without({*node.results} - wanted) if wanted else node
-        if node.product:  # of a result of the graph it reads what is stored
+        if is_product(node):  # of a result of the graph it reads what is stored
             stored = {port: name for port, name in call.inputs if name in returned}
             inputs |= {port: returned[name] for port, name in stored.items()}
         results = dict(zip(node.results, form.results(call, node, inputs, values), strict=True))
@@ -91,7 +91,7 @@ class _Form:
     ) -> Sequence[jax.Array]:
         """A call's results, before they are rounded."""
         result = call.outputs[0][1]
-        if node.product:
+        if is_product(node):
             return self._product(call, node, inputs, values)
         held = {self._held.get(name, "") for _, name in call.inputs} - {""}
         dtype = held.pop() if len(held) == 1 else ""
@@ -100,12 +100,12 @@ class _Form:
             self._held |= {result: dtype}
             found = values[product]
             return (found if offset is None else found + offset.astype(found.dtype),)
-        if dtype and (node.adds or node.multiplies) and self._bears(result, dtype):
+        if dtype and (node.algebra.adds or node.algebra.multiplies) and self._bears(result, dtype):
             shape = self.spec.tensor(result).shape
             if all(str(x.dtype) == dtype or x.shape != shape for x in inputs.values()):
                 self._held[result] = dtype  # also of a bias or a factor, which are few numbers
                 return node.reference(**{port: x.astype(dtype) for port, x in inputs.items()})
-        if node.chooses or node.moves:
+        if node.algebra.chooses or node.algebra.moves:
             self._held |= {result: dtype}
         return node.xla(**inputs) or applied(node, inputs)
 
@@ -150,11 +150,11 @@ class _Form:
     def _passes(self, call: Call, name: str, dtype: str) -> bool:
         """Whether a reader of such a value makes no more of its error."""
         node = call.node
-        if node.product:
+        if is_product(node):
             return self.spec.tensor(name).dtype == dtype
         if node.anchor:  # a normalization, and its statistics, too
-            return node.smooth
-        smooth = node.smooth or node.moves
+            return node.algebra.smooth
+        smooth = node.algebra.smooth or node.algebra.moves
         return smooth and all(self._bears(made, dtype) for _, made in call.outputs)
 
     def _with_factor(
@@ -185,7 +185,7 @@ def _products_last(spec: GraphSpec) -> list[Call]:
         missing = {name for call in waiting for _, name in call.outputs}
         ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
         call = min(
-            ready, key=lambda call: (call.node.product, _summed_as_written(spec, call) is None)
+            ready, key=lambda call: (is_product(call.node), _summed_as_written(spec, call) is None)
         )
         waiting.remove(call)
         found.append(call)

@@ -51,7 +51,7 @@ class Derivation(GraphBuilder):
 
     def apply(self, node: Node, /, **inputs: GraphTensor) -> tuple[GraphTensor, ...]:
         """The results of a node for its ports."""
-        if node.moves and len(dtypes := {x._state.dtype for x in inputs.values()}) > 1:
+        if node.algebra.moves and len(dtypes := {x._state.dtype for x in inputs.values()}) > 1:
             # Values inside a graph may be wider than the arrays with which the node was checked.
             known = (dtype for dtype in ("float64", "float32") if dtype in dtypes)
             wide = next(known, max(dtypes, key=itemsize))
@@ -64,9 +64,9 @@ class Derivation(GraphBuilder):
         if node.anchor and node.anchor.keeps_dtypes:
             for x in results:
                 self.fixed(x, x._state.dtype)
-        elif node.moves:
+        elif node.algebra.moves:
             self._moved |= {x.name: next(iter(given)) for x in results}
-        elif node.chooses and all(map(self._is_settled, given)):
+        elif node.algebra.chooses and all(map(self._is_settled, given)):
             dtypes = {x._state.dtype for x in given}
             for x in results if len(dtypes) == 1 else ():
                 self.fixed(x, *dtypes)
@@ -199,7 +199,7 @@ class Derivation(GraphBuilder):
 
     def _is_elementwise(self, call: Call) -> bool:
         node, ports = call.node, (*call.inputs, *call.outputs)
-        if node.moves or node.chooses:
+        if node.algebra.moves or node.algebra.chooses:
             return False
         tensors = {port: self._tensors[name] for port, name in ports}
         return node.ports.is_elementwise or bool(node.boundary(tensors).masks)

@@ -101,7 +101,9 @@ def _pushed(
             continue
         inputs = {port: values[name] for port, name in call.inputs}
         outputs = {port: values[name] for port, name in call.outputs}
-        if call.node.recomputed and any(itemsize(x._state.dtype) == 1 for x in outputs.values()):
+        if call.node.algebra.recomputed and any(
+            itemsize(x._state.dtype) == 1 for x in outputs.values()
+        ):
             # 8-bit results are too coarse to compute derivatives from.
             outputs = dict(zip(outputs, g.apply(call.node, **inputs), strict=True))
         results = call.node.jvp(g, moving, inputs, outputs)

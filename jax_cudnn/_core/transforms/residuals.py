@@ -24,7 +24,7 @@ def choose(
     free = {n for n in free if stored[n] == spec.tensor(n).dtype}
     maker = {name: i for i, call in enumerate(spec.calls) for _, name in call.outputs}
     needed = {n for n in needed if spec.tensor(n).value is None}
-    if all(n in free or not spec.calls[maker[n]].node.recomputed for n in needed):
+    if all(n in free or not spec.calls[maker[n]].node.algebra.recomputed for n in needed):
         return frozenset(needed), ()
     cut = _cut(spec, needed - free, free, stored, maker) | (needed & free)
     kept, again, todo = set(cut), set(), [*needed]
@@ -81,7 +81,7 @@ def _cut(
         if t.name in needed:
             edges[at + 1, sink] = no_limit
         call = spec.calls[maker[t.name]]
-        if not call.node.recomputed:
+        if not call.node.algebra.recomputed:
             edges[source, at] = no_limit
             continue
         for _, name in call.inputs:

@@ -14,7 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Anchor, Node, frozen
+from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, frozen
 from ..._core.reasons import Reason
 from .extents import Extent
 
@@ -130,7 +130,7 @@ class Normalization(Normalizing):
     """Forward: ``Y`` and the statistics."""
 
     backward: ClassVar[type[NormalizationBackward]]
-    smooth = True
+    algebra = Algebra(smooth=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         shape, statistics = self.checked(inputs)

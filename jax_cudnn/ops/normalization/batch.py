@@ -13,7 +13,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.node import XLA_ONLY, Fold, Node
+from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
 from .base import ANCHOR, BACKWARD_DIMS, Moments, normalized
@@ -222,7 +222,7 @@ class BatchnormInference(Node):
     """
 
     method = "batchnorm_inference"
-    smooth = True
+    algebra = Algebra(smooth=True)
     dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
     xla_only = XLA_ONLY
     dtypes = FLOATS

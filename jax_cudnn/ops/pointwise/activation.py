@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
-from ..._core.graph.node import Engines, frozen
+from ..._core.graph.node import Algebra, Engines, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
@@ -144,8 +144,8 @@ class Clipped(Pointwise):
         return not self.steepness and not self.low and self.upper_clip is None
 
     @property
-    def chooses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.is_plain
+    def algebra(self) -> Algebra:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Pointwise.algebra._replace(chooses=self.is_plain)
 
 
 CLIPS = (

@@ -35,7 +35,7 @@ class Identity(Pointwise):
     """
 
     method = "identity"
-    chooses = True
+    algebra = Pointwise.algebra._replace(chooses=True)
     dims = "input: ... -> OUT_0: ..."
     jax_names = ("positive",)
     examples = usual("input")

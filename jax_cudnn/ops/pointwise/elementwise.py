@@ -17,7 +17,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Fold, Node
+from ..._core.graph.node import Algebra, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -42,8 +42,7 @@ class Pointwise(Node):
     """
 
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
-    recomputed = True
-    smooth = True
+    algebra = Algebra(smooth=True, recomputed=True)
     result: ClassVar[str] = ""
     """"bool"; or "real" for functions with non-integer values: integers give float32."""
     shaped: ClassVar[str] = ""
@@ -196,12 +195,14 @@ def elementwise(
             "result": result,
             "shaped": shaped,
             "alike": alike,
-            "chooses": chooses,
-            "adds": adds,
-            "multiplies": multiplies,
-            "smooth": smooth and not (singular or jumps or result == "bool"),
+            "algebra": Algebra(
+                chooses=chooses,
+                adds=adds,
+                multiplies=multiplies,
+                smooth=smooth and not (singular or jumps or result == "bool"),
+                recomputed=not (jumps or result == "bool"),
+            ),
             "singular": singular,
-            "recomputed": not (jumps or result == "bool"),
             "dtypes": dtypes,
             "jax_names": jax_names,
             "rounding": rounding,

@@ -138,7 +138,7 @@ class BinarySelect(Pointwise):
 
     method = "binary_select"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
-    chooses = True
+    algebra = Pointwise.algebra._replace(chooses=True)
     dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
     jax_names = ("where", "select")
     dtypes = (*Pointwise.dtypes, "bool")
