@@ -4,7 +4,11 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +46,7 @@ def run(code, names):
     [
         pytest.param(page, marks=() if page in QUICK else pytest.mark.long)
         for page in PAGES
-        if blocks(f"docs/{page}")
+        if blocks(f"docs/{page}") and page != "adding_an_operation.md"
     ],
 )
 def test_examples_of_a_page_run_in_order(page, capsys):
@@ -51,6 +55,22 @@ def test_examples_of_a_page_run_in_order(page, capsys):
     assert {"jax", "jnp", "jc"} <= {*names}, "a page begins with its imports"
     printed = iter(capsys.readouterr().out.splitlines())
     assert [text for block in code for text in _PRINTED.findall(block) if text not in printed] == []
+
+
+@pytest.mark.deviceless
+def test_an_operation_is_added_by_one_file_and_one_line(tmp_path):
+    """As the page does it, to a copy of the package."""
+    package = Path(jc.__file__).parent
+    shutil.copytree(package, tmp_path / "jax_cudnn", ignore=shutil.ignore_patterns("__pycache__"))
+    added, line, used = blocks("docs/adding_an_operation.md")
+    for block, mode in ((added, "x"), (line, "a")):
+        path = re.match(r"# (jax_cudnn/\S+)\n", block).group(1)
+        with open(tmp_path / path, mode) as file:
+            file.write(block)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = [sys.executable, "-c", used]
+    out = subprocess.run(run, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, check=True)
+    assert out.stdout.decode().split("\n")[:-1] == _PRINTED.findall(used)
 
 
 @pytest.mark.parametrize("page", PAGES)
