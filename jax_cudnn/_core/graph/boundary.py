@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from .dims import Shape
 from .merging import merged
-from .node import Edge, Node
+from .node import Edge, Node, order_of
 from .planned import MATRICES, Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
@@ -82,7 +82,7 @@ def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
     all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
-        products = any(call.node.order == MATRICES for call in spec.calls)
+        products = any(order_of(call.node) == MATRICES for call in spec.calls)
         sent = _wired(merged(spec) if products else spec)
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]

@@ -51,6 +51,8 @@ class Anchor(NamedTuple):
         keeps_dtypes: whether results keep their inferred dtype even inside a graph, unless the user
             sets another: cuDNN writes no wider ones.
         slow: indices of engines that measured slower than XLA; they are tried last.
+        order: how the tensors of its graph lie in memory: ROW_MAJOR, CHANNELS_LAST, MATRICES or
+            MERGED.
     """
 
     product: bool = False
@@ -61,6 +63,7 @@ class Anchor(NamedTuple):
     writes_all: bool = False
     keeps_dtypes: bool = False
     slow: tuple[int, ...] = ()
+    order: str = ""
 
 
 class OtherForm(NamedTuple):
@@ -160,9 +163,6 @@ class Planned:
     """Minimum cuDNN, SM and shape rules, as text for users."""
     anchor: ClassVar[Anchor | None] = None
     """What cuDNN computes around this node, if it builds an engine around it."""
-    order: ClassVar[str] = ""
-    """How the tensors around this node lie in memory: ROW_MAJOR, CHANNELS_LAST, MATRICES or MERGED;
-    "" leaves it to the other nodes of the graph."""
     xla_only: ClassVar[str] = ""
     """Whether XLA runs this node, because cuDNN graphs lack it: XLA_ONLY, or EVEN_IF_STRICT under
     implementation="cudnn", too. Its results are arrays in memory and keep their inferred dtype."""
@@ -212,6 +212,11 @@ class Planned:
 def is_product(node: Planned | type[Planned]) -> bool:
     """Whether the node is the anchor of its graph and multiplies."""
     return node.anchor is not None and node.anchor.product
+
+
+def order_of(node: Planned) -> str:
+    """How the tensors around an anchor lie in memory; "" for other nodes."""
+    return "" if node.anchor is None else node.anchor.order
 
 
 class Example(NamedTuple):

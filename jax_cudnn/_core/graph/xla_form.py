@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from . import reference
 from .dtypes import FP8, is_floating, itemsize
-from .node import MATRICES, Node, is_product
+from .node import MATRICES, Node, is_product, order_of
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
 from .spec import Call, GraphSpec
@@ -131,9 +131,9 @@ class _Form:
         (only, *others) = operands
         if others:
             return ""
-        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.order == MATRICES)):
+        if dtype in HALVES and (only == dtype or (only in FP8 and order_of(call.node) == MATRICES)):
             return dtype
-        if only in FP8 and call.node.order == MATRICES:
+        if only in FP8 and order_of(call.node) == MATRICES:
             only = "bfloat16"  # float16 may overflow before a scale follows
         return only if only in HALVES and self._bears(result, only) else ""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..graph.dtypes import FP8
 from ..graph.layout import layout
-from ..graph.node import MATRICES, is_product
+from ..graph.node import MATRICES, is_product, order_of
 from ..graph.promotion import default_compute
 from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members
@@ -192,7 +192,7 @@ def _words(words: Iterable[str]) -> str:
 def _is_bias(spec: GraphSpec, call: Call, product: Call) -> bool:
     """Whether a call adds one number per column to a matrix product, which XLA's matmul
     library can fuse, too."""
-    if not (call.node.algebra.adds and product.node.order == MATRICES):
+    if not (call.node.algebra.adds and order_of(product.node) == MATRICES):
         return False
     ((_, made),) = product.outputs
     added = [spec.tensor(name).shape for _, name in call.inputs if name != made]

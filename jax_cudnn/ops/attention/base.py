@@ -195,8 +195,13 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 class Attending(Biased):
     """The common base of the forward and backward nodes."""
 
-    anchor = Anchor(product=True, writes_all=True, keeps_dtypes=True, broadcasts=NUMBERS_ONLY)
-    order = ROW_MAJOR
+    anchor = Anchor(
+        product=True,
+        writes_all=True,
+        keeps_dtypes=True,
+        broadcasts=NUMBERS_ONLY,
+        order=ROW_MAJOR,
+    )
     dtypes = FLOATS
     requires = _REQUIRES
     selecting = (LENGTHS[0], "block_mask")

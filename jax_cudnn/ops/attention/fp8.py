@@ -46,8 +46,13 @@ class Scaled(Node):
     """Attention whose operands have scales. Subclasses state the fields ``bounds``, whose names
     differ between pygraph's methods, and the ports that are fp8 and float32."""
 
-    anchor = Anchor(product=True, writes_all=True, keeps_dtypes=True, broadcasts=NUMBERS_ONLY)
-    order = ROW_MAJOR
+    anchor = Anchor(
+        product=True,
+        writes_all=True,
+        keeps_dtypes=True,
+        broadcasts=NUMBERS_ONLY,
+        order=ROW_MAJOR,
+    )
     dtypes = FP8
     selecting = LENGTHS[:1]
     bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")

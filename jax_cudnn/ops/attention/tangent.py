@@ -12,7 +12,7 @@ from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import ROW_MAJOR, XLA_ONLY, Engines, Fold, Node, frozen
+from ..._core.graph.node import XLA_ONLY, Engines, Fold, Node, frozen
 from ..._core.reasons import Reason
 from .base import LENGTHS, Attending, wrong_dtypes
 from .extras import sink_gradient
@@ -151,7 +151,6 @@ class Arranged(Node):
     base: Any  # Sdpa or SdpaBackward
 
     anchor = Attending.anchor
-    order = ROW_MAJOR
     integers: ClassVar[tuple[str, ...]] = LENGTHS
     """int32 ports with the positions of elements in other operands."""
     dtypes = FLOATS

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.node import ONE_ELEMENT, Anchor, Engines
+from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Reason
@@ -193,7 +193,7 @@ class ConvWgrad(ConvolutionGradient):
     method = "conv_wgrad"
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
     roles = Roles("image", "DW", "loss")
-    anchor = Anchor(product=True, broadcasts=ONE_ELEMENT)
+    anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
     deterministic = False
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; no "

@@ -57,9 +57,8 @@ class Convolution(Node):
     convolution_mode: str = "CROSS_CORRELATION"
 
     roles: ClassVar[Roles]
-    anchor = Anchor(product=True)
+    anchor = Anchor(product=True, order=CHANNELS_LAST)
     dtypes = PRODUCTS
-    order = CHANNELS_LAST
 
     @classmethod
     def create(

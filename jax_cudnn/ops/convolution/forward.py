@@ -13,7 +13,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
-from ..._core.graph.node import Anchor, Engines, Fold, Node
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..transformations import along
@@ -53,7 +53,7 @@ class ConvFprop(Convolution):
     method = "conv_fprop"
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     roles = Roles("image", "weight", "Y")
-    anchor = Anchor(product=True, prologue="genstats")  # in float16
+    anchor = Anchor(product=True, prologue="genstats", order=CHANNELS_LAST)  # both in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "

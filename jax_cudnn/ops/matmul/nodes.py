@@ -79,8 +79,7 @@ class Matmul(Node):
         "dimensions that broadcast all or none, in every tensor of the graph, and are contiguous "
         "in memory"
     )
-    anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY)
-    order = MATRICES
+    anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY, order=MATRICES)
     dtypes = PRODUCTS
     examples = (
         Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),

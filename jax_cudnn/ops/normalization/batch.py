@@ -16,10 +16,11 @@ from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
-from .base import ANCHOR, BACKWARD_DIMS, Moments, normalized
+from .base import BACKWARD_DIMS, Moments, normalized
 from .channels import (
     CHANNELS,
     IMAGES,
+    OF_CHANNELS,
     ROUNDING,
     BackwardOfChannels,
     ForwardOfChannels,
@@ -65,7 +66,7 @@ class BatchnormBackward(BackwardOfChannels):
 
     method = "batchnorm_backward"
     computed = ("grad",)
-    anchor = ANCHOR._replace(
+    anchor = OF_CHANNELS._replace(
         prologue="mul",  # with a mask, see masks.py
         returns_prologue=True,
         bit_masks=True,
@@ -118,7 +119,7 @@ class Batchnorm(ForwardOfChannels):
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
     requires = "channels a multiple of 8; epsilon and momentum Python scalars"
-    anchor = ANCHOR._replace(bit_masks=True)
+    anchor = OF_CHANNELS._replace(bit_masks=True)
     rounding = (
         f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an estimated mean"
     )

@@ -10,7 +10,7 @@ from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
-from .base import BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
+from .base import ANCHOR, BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..._core.graph.spec import GraphSpec, Tensor
 
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
+OF_CHANNELS = ANCHOR._replace(order=CHANNELS_LAST)
 ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
@@ -36,7 +37,7 @@ class OfChannels(Normalizing):
     """A normalization per channel: arrays are stored channels-last."""
 
     extent: ClassVar[Spatial]
-    order = CHANNELS_LAST
+    anchor = OF_CHANNELS
     requires = "epsilon is a Python scalar"
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
