@@ -17,7 +17,7 @@ import numpy as np
 from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
-from .graph.boundary import has_bounds, initial_values, stored, wire
+from .graph.boundary import boundary, stored
 from .graph.layout import layout
 from .graph.merging import is_reread
 from .graph.spec import Tensor
@@ -166,15 +166,15 @@ def _check(plan: PlannedGraph) -> None:
             got=f"{own.engine}, with {', '.join(own.behavior_notes) or 'no behaviour notes'}",
             fix=f"plan.select(i) with i one of {able}" if able else _INSTEAD,
         )
-    sent = wire(spec)
+    sent = boundary(spec).planned
     edge = zip(
         (*spec.input_tensors, *spec.output_tensors),
         (*sent.input_tensors, *sent.output_tensors),
         strict=False,
     )
-    initial = initial_values(sent)
+    initial = boundary(sent).initial
     around = [
-        *["offsets, lengths and page indices are clipped to their bounds"] * has_bounds(spec),
+        *["offsets, lengths and page indices are clipped to their bounds"] * boundary(spec).indexes,
         *("its workspace is initialised" for _ in own.fills),
         *("it reads additional tables" for _ in own.tables),
         *(
@@ -213,7 +213,7 @@ def _pointers(
 def _pointer(plan: PlannedGraph, tensor: Tensor, array: Any, device: Device) -> int:
     if _is_address(array):
         return int(array)
-    order = layout(wire(plan.spec)).order(tensor)
+    order = layout(boundary(plan.spec).planned).order(tensor)
     got = _order(array) if isinstance(array, jax.Array) else None
     fits = got is not None and (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype)
     if not fits or _strided(tensor.shape, got) != _strided(tensor.shape, order):

@@ -14,12 +14,10 @@ from . import compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError, shown
-from .graph.boundary import bounded
 from .graph.layout import layout
-from .graph.spec import GraphSpec, Tensor
+from .graph.spec import Tensor
 
 if TYPE_CHECKING:
-    from .planning.execution_plan import ExecutionPlan
     from .planning.planned_graph import PlannedGraph
 
 InPlace = Mapping[str | int, str | int]
@@ -47,13 +45,9 @@ def execute(
 @functools.lru_cache(maxsize=256)
 def program(plan: PlannedGraph, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function that runs a plan; ``in_place`` pairs operands and results by position."""
-    call = functools.partial(_call, in_place=dict(in_place))
+    call = functools.partial(ffi.call, in_place=dict(in_place))
     run = functools.partial(lowering.run, plan, plan.name, call)
     return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
-
-
-def _call(own: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any) -> Any:
-    return ffi.call(own, spec, name, *bounded(spec, operands), **how)
 
 
 # -- arrays and GPUs -------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import LibraryError
-from .graph.boundary import initial_values, stored, wire
+from .graph.boundary import boundary, stored
 from .graph.layout import layout
-from .graph.merging import is_reread, reread, widened
-from .graph.spec import GraphSpec, Tensor
+from .graph.spec import GraphSpec
 from .package import packaged_library
 from .planning.execution_plan import ExecutionPlan
 
@@ -86,26 +85,23 @@ def outputs_and_workspace(
     another call, which this one then follows; it does not read it.
     """
     register(target)
-    sent, wide = wire(spec), widened(spec)
-    operands = tuple(
-        x if wired is t else _sent(x, t, wired)
-        for x, t, wired in zip(operands, wide.input_tensors, sent.input_tensors, strict=True)
-    )
+    edge = boundary(spec)
+    planned, given = edge.planned, edge.sent(operands)
     results = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-        for shape, dtype in map(stored, sent.output_tensors)
+        for shape, dtype in map(stored, planned.output_tensors)
     ]
-    operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
-    initial = initial_values(sent)
+    given += [jnp.asarray(table, jnp.float32) for table in plan.tables]
+    initial = boundary(planned).initial
     begun = [  # results that the plan writes a part of, and what the other parts hold
         (i, _word(value, result.dtype))
-        for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
+        for i, (t, result) in enumerate(zip(planned.output_tensors, results, strict=True))
         if (value := initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
-    orders = layout(sent).orders
-    layouts_in = [orders[name] for name in sent.inputs]
-    layouts_out = [orders[name] for name in sent.outputs]
+    orders = layout(planned).orders
+    layouts_in = [orders[name] for name in planned.inputs]
+    layouts_out = [orders[name] for name in planned.outputs]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(
@@ -114,10 +110,8 @@ def outputs_and_workspace(
         input_layouts=[*layouts_in, *(flat for _ in (*plan.tables, *followed))],
         output_layouts=[*layouts_out, flat],
         input_output_aliases=dict(in_place),
-    )(*operands, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
-    own = outputs[: len(spec.outputs)]  # the rest is unused
-    given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
-    return [y if wired is t else _given(y, wired, t) for y, wired, t in given], used
+    )(*given, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
+    return edge.received(outputs), used
 
 
 def attributes(plan: ExecutionPlan, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
@@ -143,24 +137,6 @@ def _word(value: float, dtype: Any) -> int:
     """The 4 bytes that the executor repeats in a result of this value."""
     assert value == 0 or dtype == np.float32
     return int(np.float32(value).view(np.uint32))
-
-
-def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
-    """What a plan reads for a tensor of the graph, see graph/boundary.py."""
-    if is_reread(tensor, wired):
-        x = reread(jnp.broadcast_to(x, tensor.shape), tensor, wired)
-    shape, dtype = stored(wired)
-    return jnp.broadcast_to(x.astype(dtype), shape)
-
-
-def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:
-    """What a plan has written for a tensor of the graph: added up where that has one element, and a
-    boolean again, see graph/boundary.py."""
-    x = reread(x, wired, tensor) if is_reread(tensor, wired) else x
-    pairs = zip(x.shape, tensor.shape, strict=True)
-    axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)
-    x = jnp.sum(x, axes, dtype=jnp.float32, keepdims=True) if axes else x
-    return x.astype(tensor.dtype)
 
 
 def _packaged_cudnn() -> str | None:

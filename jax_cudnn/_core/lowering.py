@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .graph.boundary import boundary
 from .graph.spec import GraphSpec
 from .graph.xla_form import NARROW, evaluate
 from .planning.planned_graph import PlannedGraph, PlannedSegment, Segments
@@ -22,7 +23,8 @@ def run(plan: PlannedGraph, name: str, call: Call, *arrays: Any) -> list[jax.Arr
     def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
         if segment.plan is None:
             form = "" if segment.strict else NARROW
-            return evaluate(segment.spec, *inputs, products=form, read=read)
+            given = boundary(segment.spec).clipped(inputs)
+            return evaluate(segment.spec, *given, products=form, read=read)
         return call(segment.plan, segment.spec, name, *inputs)
 
     return in_order(plan.segments, plan.spec, arrays, execute)

@@ -15,7 +15,6 @@ import numpy as np
 from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
-from .graph.boundary import bounded
 from .graph.dtypes import is_floating
 from .operands import operands
 from .planning import selection
@@ -124,10 +123,9 @@ def _repeated(plan: PlannedGraph, count: int) -> Any:
     """The jitted function that executes a plan ``count`` times in sequence."""
 
     def run(*given: jax.Array) -> Sequence[jax.Array]:
-        arrays = bounded(plan.spec, given)
-        outputs, workspace = _call(plan, arrays, None)
+        outputs, workspace = _call(plan, given, None)
         for _ in range(count - 1):
-            outputs, workspace = _call(plan, arrays, workspace)
+            outputs, workspace = _call(plan, given, workspace)
         return outputs
 
     return jax.jit(run)

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from .graph.boundary import edges
+from .graph.boundary import boundary
 from .graph.dtypes import E8M0, is_floating
 from .graph.spec import GraphSpec, Tensor
 
@@ -27,7 +27,7 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
         t.name: _random(t, generator, np.roll(normal, -_APART * i))  # no two are the same numbers
         for i, t in enumerate(spec.input_tensors)
     }
-    for call, edge in zip(spec.calls, edges(spec), strict=True):
+    for call, edge in zip(spec.calls, boundary(spec).edges, strict=True):
         node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
         names = {port: name for port, name in call.inputs if port in edge.integers}
         for port, offset in node.offsets.items():

@@ -13,6 +13,7 @@ import jax
 from jax.interpreters import mlir
 
 from . import compat
+from .graph.boundary import boundary
 from .graph.reference import evaluate
 from .graph.source import user_line
 from .graph.spec import GraphSpec
@@ -68,7 +69,7 @@ def observe(key: Any, *graphs: tuple[str, GraphSpec, str]) -> None:
 
 
 def run_reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -> list[Any]:
-    return evaluate(spec, *operands, products=products)
+    return evaluate(spec, *boundary(spec).clipped(operands), products=products)
 
 
 lower_reference = mlir.lower_fun(run_reference, multiple_results=True)

@@ -24,7 +24,7 @@ from . import compat
 from .agreement import UntoldError
 from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
-from .graph.boundary import wire
+from .graph.boundary import boundary
 from .graph.spec import GraphSpec
 from .planning import losses, placement, planner, progress
 from .planning import unsupported as failure
@@ -238,7 +238,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     slow = level != FULL and known is not None and known.near and known.ratio >= _FAR_SLOWER
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
-    refused = bool(known_reasons(wire(spec)))
+    refused = bool(known_reasons(boundary(spec).planned))
     ways = first_ways(spec, site, name, xla) if refused else []
     if refused and not ways:
         return Outcome(level)

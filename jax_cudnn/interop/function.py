@@ -12,7 +12,6 @@ from typing import Any, NoReturn, Self
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.boundary import bounded
 from .._core.graph.dtypes import is_floating
 from .._core.graph.layout import layout, lies_so
 from .._core.graph.options import Options, Surroundings
@@ -162,7 +161,7 @@ class Function:
         literals = tuple((name, value.hex()) for name, value in constants.items())
         spec = self.spec(Surroundings.now(), literals)
         operands = [operand(t, values[t.name], self._title(t.name)) for t in spec.input_tensors]
-        return bind(spec, self.name, *bounded(spec, operands))
+        return bind(spec, self.name, *operands)
 
     def _title(self, name: str) -> str:
         return f"{self.name}: input {name!r}"

@@ -6,9 +6,8 @@ import pytest
 from transformations import graphs
 
 import jax_cudnn as jc
-from jax_cudnn._core import ffi
-from jax_cudnn._core.graph.boundary import wire
-from jax_cudnn._core.graph.merging import is_split, widened
+from jax_cudnn._core.graph.boundary import boundary
+from jax_cudnn._core.graph.merging import is_split
 from jax_cudnn._core.graph.reference import evaluate
 from jax_cudnn._core.planning.split import part
 
@@ -68,18 +67,15 @@ def test_a_merged_product_is_the_same(name, key):
     found = [piece for spec in found for piece in pieces(spec)]
     assert len(found) >= 12
     for spec in found:
-        wide, sent = widened(spec), wire(spec)
-        assert {len(t.shape) for t in sent.tensors} == {3}
+        edge = boundary(spec)
+        assert {len(t.shape) for t in edge.planned.tensors} == {3}
         given = [
             jax.random.normal(jax.random.fold_in(key, i), t.shape) > 0
             if t.dtype == "bool"
             else jax.random.normal(jax.random.fold_in(key, i), t.shape)
             for i, t in enumerate(spec.input_tensors)
         ]
-        tensors = zip(given, wide.input_tensors, sent.input_tensors, strict=True)
-        made = evaluate(sent, *(ffi._sent(*each) for each in tensors))
-        tensors = zip(made, sent.output_tensors, wide.output_tensors, strict=True)
-        got = [ffi._given(*each) for each in tensors]
+        got = edge.received(evaluate(edge.planned, *edge.sent(given)))
         for x, y in zip(got, evaluate(spec, *given), strict=True):
             assert x.shape == y.shape
             assert jnp.allclose(x, y, atol=1e-4), str(spec)

@@ -25,7 +25,7 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import auto, ffi
 from jax_cudnn._core.errors import GraphError
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.planning.execution_plan import SCALAR_STRIDE, ExecutionPlan, graph_rows
 from jax_cudnn._core.planning.stored import _listed
 from jax_cudnn._core.plans.plan import Plan
@@ -125,7 +125,7 @@ def _planned(name: str) -> list[Plan]:
 def _checked(plan: Plan) -> list[Any]:
     """What docs/trust.md says is checked of it."""
     found: list[Any] = []
-    for made, spec in ((s.plan, wire(s.spec.for_planning)) for s in plan.segments):
+    for made, spec in ((s.plan, boundary(s.spec.for_planning).planned) for s in plan.segments):
         if made is not None:
             listed = _listed(json.loads(made.text)["operationGraph"])
             own = ((i, t) for i, t in listed if i in graph_rows(spec) and not t["isByValue"])

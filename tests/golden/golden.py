@@ -27,7 +27,7 @@ from cases import all_cases, dtype_cases
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda_graphs
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.planning import frontend, losses, stored
 from jax_cudnn._core.planning.deviceless import client, profiles
 from jax_cudnn._core.planning.limits import known_reasons
@@ -89,7 +89,9 @@ def _segment(segment, gpu):
     if segment.plan is None:
         return f"XLA, {_kind(segment.spec, gpu)}: {operations}"
     made = segment.plan
-    stored.plan_of(made.to_json(), wire(segment.spec.for_planning))  # the cache takes it
+    stored.plan_of(
+        made.to_json(), boundary(segment.spec.for_planning).planned
+    )  # the cache takes it
     cuda_graphs._call_site(made, "golden")  # and the executor
     told = repr((made.bindings, made.fills, made.tables, made.scalars)).encode()
     digest = hashlib.sha256(told).hexdigest()[:8]
@@ -103,7 +105,7 @@ def _kind(spec, gpu):
         return "XLA only"
     if losses.loss(spec, site.sm_version):
         return "measured loss"
-    if known_reasons(wire(spec.for_planning)):
+    if known_reasons(boundary(spec.for_planning).planned):
         return "known limit"
     return "no engine" if any(call.node.anchor for call in spec.calls) else "fused by XLA"
 

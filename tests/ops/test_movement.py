@@ -9,7 +9,7 @@ import pytest
 from helpers import normal, product
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.layout import layout
 
 arrays = functools.partial(normal, jax.random.key(3))
@@ -92,7 +92,7 @@ def fused(g, a, b, bias, residual):
 
 
 def spec_of(function, *avals):
-    return wire(function.trace(*avals)[1].spec.for_planning)
+    return boundary(function.trace(*avals)[1].spec.for_planning).planned
 
 
 def test_cudnn_sees_one_batch_dimension():

@@ -11,7 +11,7 @@ import pytest
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.node import REGISTRY
 
 
@@ -195,8 +195,8 @@ def test_what_cudnn_gets_of_a_mask():
         jc.graph(lambda g, *args, i=i: normalized(g, *args)[i]).trace(*AVALS)[1].spec
         for i in (0, 1)
     )
-    assert methods(wire(result)) == ["batchnorm", "add", "relu"]
-    sent = wire(mask)
+    assert methods(boundary(result).planned) == ["batchnorm", "add", "relu"]
+    sent = boundary(mask).planned
     assert methods(sent) == ["batchnorm", "add", "relu", "cmp_gt"]
     assert sent.tensor(sent.outputs[0]).dtype == "bool"
     assert sent.outputs[1] == dict(sent.calls[2].outputs)["OUT_0"]  # written, and dropped

@@ -17,22 +17,24 @@ run in XLA use the original shapes.
 
 **Bit masks** (``ops/pointwise/masks.py``) are packed booleans by design: to XLA they are bytes of
 eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
-boolean at the edge of a wired graph is always a bit mask.
+boolean at the edge of a planned graph is always a bit mask.
 
 **Integers that index other operands** (offsets, lengths, pages; ``Edge.integers``) are clipped to
-their bounds, because a plan would access other memory with wrong ones (:func:`bounded`).
+their bounds before every call, because a plan would access other memory with wrong ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .dims import Shape
-from .merging import merged
+from .merging import is_reread, merged, reread, widened
 from .node import Edge, Node, order_of
 from .planned import MATRICES, Planned
 from .spec import Call, GraphSpec, Tensor, intern
@@ -48,7 +50,7 @@ def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
 
 
 def stored(tensor: Tensor) -> tuple[Shape, str]:
-    """Shape and dtype of the XLA array for a tensor at the edge of a wired graph."""
+    """Shape and dtype of the XLA array for a tensor at the edge of a planned graph."""
     if tensor.dtype != "bool":
         return tensor.shape, tensor.dtype
     n, c, *spatial = tensor.shape
@@ -58,37 +60,93 @@ def stored(tensor: Tensor) -> tuple[Shape, str]:
 _NONE = Edge()
 
 
-def edges(spec: GraphSpec) -> tuple[Edge, ...]:
-    """What each call's node says of its boundary, asked once."""
-    if "edges" not in spec._cache:
-        spec._cache["edges"] = tuple(
+class Boundary:
+    """What XLA does around the plan of a graph (:func:`boundary`).
+
+    Attributes:
+        edges: what each call's node says of its tensors.
+        planned: the graph as it is planned and called: with numbers for the booleans at its edge,
+            and with all results that a kernel writes, after those of the graph.
+        initial: the value of the elements of a result that a plan does not write, by name.
+        indexes: whether operands index others, and are clipped to them.
+    """
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self._spec = spec
+        self.edges = tuple(
             call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
             for call, at in spec.at_ports
         )
-    return spec._cache["edges"]
+        self.initial = {
+            name: edge.initial[port]
+            for call, edge in zip(spec.calls, self.edges, strict=True)
+            for port, name in call.outputs
+            if port in edge.initial
+        }
+        self.indexes = any(edge.integers for edge in self.edges)
 
-
-def initial_values(spec: GraphSpec) -> dict[str, float]:
-    """The value of the elements of a result that a plan does not write, if there are any."""
-    return {
-        name: edge.initial[port]
-        for call, edge in zip(spec.calls, edges(spec), strict=True)
-        for port, name in call.outputs
-        if port in edge.initial
-    }
-
-
-def wire(spec: GraphSpec) -> GraphSpec:
-    """The graph as it is planned and called: with numbers for the booleans at its edge, and with
-    all results that a kernel writes, after those of ``spec``."""
-    if "wire" not in spec._cache:
+    @cached_property
+    def planned(self) -> GraphSpec:
+        spec = self._spec
         products = any(order_of(call.node) == MATRICES for call in spec.calls)
-        sent = _wired(merged(spec) if products else spec)
-        spec._cache["wire"] = sent if sent is spec else intern(sent)
-    return spec._cache["wire"]
+        planned = _planned(merged(spec) if products else spec)
+        return planned if planned is spec else intern(planned)
+
+    def sent(self, operands: Sequence[Any]) -> list[Any]:
+        """What a plan reads for the operands of the graph."""
+        wide = widened(self._spec).input_tensors
+        tensors = zip(self.clipped(operands), wide, self.planned.input_tensors, strict=True)
+        return [x if own is t else _sent(x, t, own) for x, t, own in tensors]
+
+    def received(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of the graph, of what a plan has written; further ones are dropped."""
+        wide, planned = widened(self._spec).output_tensors, self.planned.output_tensors
+        tensors = zip(results, planned, wide, strict=False)
+        return [y if own is t else _received(y, own, t) for y, own, t in tensors]
+
+    def clipped(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands, with integers clipped to what they index (``Edge.clipped``). An operand at
+        several ports is clipped to the bounds of all. Integers that the graph computes stay as they
+        are."""
+        spec = self._spec
+        values = dict(zip(spec.inputs, operands, strict=True))
+        for call, edge in zip(spec.calls, self.edges, strict=True):
+            names = {port: name for port, name in call.inputs if port in edge.integers}
+            given = {port: values[name] for port, name in names.items() if name in values}
+            if not given or len(given) < len(names):
+                continue
+            found: dict[str, Any] = {}
+            for port, x in edge.clipped(given).items():
+                name = names[port]
+                found[name] = jnp.minimum(found[name], x) if name in found else x
+            values |= found
+        return [values[name] for name in spec.inputs]
 
 
-def _wired(spec: GraphSpec) -> GraphSpec:
+def boundary(spec: GraphSpec) -> Boundary:
+    """That of a graph, computed once."""
+    if "boundary" not in spec._cache:
+        spec._cache["boundary"] = Boundary(spec)
+    return spec._cache["boundary"]
+
+
+def _sent(x: jax.Array, tensor: Tensor, planned: Tensor) -> jax.Array:
+    if is_reread(tensor, planned):
+        x = reread(jnp.broadcast_to(x, tensor.shape), tensor, planned)
+    shape, dtype = stored(planned)
+    return jnp.broadcast_to(x.astype(dtype), shape)
+
+
+def _received(x: jax.Array, planned: Tensor, tensor: Tensor) -> jax.Array:
+    """Added up where the result has one element, and a boolean again."""
+    x = reread(x, planned, tensor) if is_reread(tensor, planned) else x
+    pairs = zip(x.shape, tensor.shape, strict=True)
+    axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)
+    x = jnp.sum(x, axes, dtype=jnp.float32, keepdims=True) if axes else x
+    return x.astype(tensor.dtype)
+
+
+def _planned(spec: GraphSpec) -> GraphSpec:
     edge = (*spec.inputs, *spec.outputs)
     sent = spec
     if any(spec.tensor(name).dtype == "bool" for name in edge):
@@ -108,7 +166,7 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
     """The operands that are broadcast for the node that reads them, and its results that are
     summed."""
     found: dict[str, Shape] = {}
-    for (call, tensors), edge in zip(spec.at_ports, edges(spec), strict=True):
+    for (call, tensors), edge in zip(spec.at_ports, boundary(spec).edges, strict=True):
         shapes = edge.shapes
         if not shapes:
             continue
@@ -123,7 +181,7 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     """Masks as booleans, unless a node reads them as bytes."""
     masks: dict[str, Shape] = {}
     taken: set[str] = set()  # as bytes
-    own_edges = edges(spec)
+    own_edges = boundary(spec).edges
     for call, edge in zip(spec.calls, own_edges, strict=True):
         for port, name in (*call.inputs, *call.outputs):
             if port in edge.masks:
@@ -238,29 +296,3 @@ def _whole(spec: GraphSpec, tensor: Tensor) -> Tensor:
     if any(call.node.anchor for call in spec.calls):
         return tensor
     return replace(tensor, shape=shapes.pop(), order=None)
-
-
-def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
-    """The operands of a graph, with integers clipped to what they index (``Edge.clipped``).
-
-    Functions and wrapped graphs clip them before they bind a graph; code that runs a plan directly
-    does so here. An operand at several ports is clipped to the bounds of all. Integers that the
-    graph computes stay as they are.
-    """
-    values = dict(zip(spec.inputs, operands, strict=True))
-    for call, edge in zip(spec.calls, edges(spec), strict=True):
-        names = {port: name for port, name in call.inputs if port in edge.integers}
-        given = {port: values[name] for port, name in names.items() if name in values}
-        if not given or len(given) < len(names):
-            continue
-        found: dict[str, Any] = {}
-        for port, x in edge.clipped(given).items():
-            name = names[port]
-            found[name] = jnp.minimum(found[name], x) if name in found else x
-        values |= found
-    return [values[name] for name in spec.inputs]
-
-
-def has_bounds(spec: GraphSpec) -> bool:
-    """Whether :func:`bounded` has anything to do."""
-    return any(edge.integers for edge in edges(spec))

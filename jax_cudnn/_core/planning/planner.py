@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
-from ..graph.boundary import wire
+from ..graph.boundary import boundary
 from ..graph.spec import GraphSpec
 from ..package import fingerprint
 from ..store import cache
@@ -70,7 +70,7 @@ def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[
 
 def _planned(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> GraphSpec:
     """The graph as it is planned; UnsupportedGraphError if a known rule excludes it."""
-    planned = wire(spec.for_planning)
+    planned = boundary(spec.for_planning).planned
     reasons = known_reasons(planned)
     if reasons:
         why = "; ".join(map(str, reasons.values()))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..graph import record
-from ..graph.boundary import wire
+from ..graph.boundary import boundary
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.layout import layout
 from ..graph.record import checked
@@ -129,14 +129,14 @@ def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "")
     for row in rows:
         piece, plan = part(spec, row["calls"]), row["plan"]
         if plan is not None:
-            plan = plan_of(plan, wire(piece.for_planning), identity)
+            plan = plan_of(plan, boundary(piece.for_planning).planned, identity)
         calls, reason, strict = tuple(row["calls"]), row["reason"], row.get("strict", False)
         found.append(checked(PlannedSegment(piece, calls, plan, reason, strict)))
     return tuple(found)
 
 
 def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> plans.ExecutionPlan:
-    """The plan that ``to_json`` wrote for a graph as it is planned (:func:`.wire.wire`); an
+    """The plan that ``to_json`` wrote for a graph as it is planned (``boundary.planned``); an
     exception for anything else. ``identity``: of GPU and versions, if they are known."""
     plan = checked(plans.ExecutionPlan.from_json(value))
     limit, known = spec.options.max_workspace, json.loads(identity or "{}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..compat import Device
 from ..errors import GraphTypeError, shown
-from ..graph.boundary import stored, wire
+from ..graph.boundary import boundary, stored
 from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
@@ -185,10 +185,10 @@ def _short(place: str) -> str:
 def _edge(segment: PlannedSegment) -> Iterator[str]:
     """What XLA does around a plan to the arrays that it reads and writes."""
     spec, plan = segment.spec, segment.plan
-    wide, sent = widened(spec), wire(spec)
-    own, wired = ((*each.input_tensors, *each.output_tensors) for each in (spec, sent))
+    wide, sent = widened(spec), boundary(spec).planned
+    own, planned = ((*each.input_tensors, *each.output_tensors) for each in (spec, sent))
     placed = []
-    for tensor, other in zip(own, wired, strict=False):
+    for tensor, other in zip(own, planned, strict=False):
         form, dtype = stored(other)
         if math.prod(form) != math.prod(tensor.shape) or dtype != tensor.dtype:
             way = "read from" if tensor.name in spec.outputs else "written as"
@@ -200,7 +200,7 @@ def _edge(segment: PlannedSegment) -> Iterator[str]:
             order = layout(sent).orders[other.name]
             if not lies_so(other, tuple(range(len(order))), order):
                 placed.append(tensor.name)
-    for unread in wired[len(own) :]:
+    for unread in planned[len(own) :]:
         yield f"{_titled(unread)}, is written, and nothing reads it"
     if placed:
         yield f"channels-last in memory: {', '.join(placed)}; XLA transposes arrays that are not"

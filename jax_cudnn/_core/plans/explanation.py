@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError
-from ..graph.boundary import edges
+from ..graph.boundary import boundary
 from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 
@@ -126,7 +126,7 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "reason": segment.reason,
         "advice": [
             f"{call.name}: {found}"
-            for call, edge in zip(spec.calls, edges(spec), strict=True)
+            for call, edge in zip(spec.calls, boundary(spec).edges, strict=True)
             if (found := edge.advice())
         ],
     }

@@ -1,16 +1,18 @@
 """Operands that say where elements of others lie: a plan that runs by itself keeps them inside."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core import execution
-from jax_cudnn._core.graph.boundary import bounded
+from jax_cudnn._core.graph.boundary import boundary
 
 S = jax.ShapeDtypeStruct
 OFFSETS = S((4,), "int32")
@@ -91,11 +93,14 @@ def integers(spec, values):
 def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
     plan, got = planned(name), []
 
-    def call(own, spec, name, *arrays, **how):
-        got.append(arrays)
-        return [jnp.zeros(t.shape, t.dtype) for t in spec.output_tensors]
+    def call(target, results, **how):
+        def run(*arrays, **attributes):
+            got.append(arrays)
+            return [jnp.zeros(x.shape, x.dtype) for x in results]
 
-    monkeypatch.setattr(execution.ffi, "call", call)
+        return run
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", call)
     with jax.disable_jit():
         execution.program.__wrapped__(plan)(*operands(plan, -1000, 100000))
     found, shapes = integers(plan.spec, got[0])
@@ -118,9 +123,18 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
 
 
 @pytest.mark.deviceless
+def test_the_lengths_of_a_graph_are_clipped_in_a_program():
+    function, avals = GRAPHS["graph"]
+    with jc.implementation("cudnn"):
+        text = lowered(function, *avals)
+    before = text.partition("custom_call @jax_cudnn")[0]
+    assert len(re.findall("call @clip", before)) == 2
+
+
+@pytest.mark.deviceless
 def test_packed_lengths_end_with_their_tokens():
     plan = planned("packed_backward")
-    found, shapes = integers(plan.spec, bounded(plan.spec, [*operands(plan, -500, 60000)]))
+    found, shapes = integers(plan.spec, boundary(plan.spec).clipped([*operands(plan, -500, 60000)]))
     for kind, length in (("q", "seq_len_q"), ("k", "seq_len_kv")):
         size = np.prod(shapes[kind][1:])
         room = np.diff(found[f"ragged_offset_{kind}"].ravel()) // size
@@ -142,14 +156,14 @@ def test_integers_in_bounds_stay_as_they_are():
             size = {"q": 256, "o": 256, "stats": 4}.get(kind, 128)
             value = starts * size if port != kind else lengths
             given[name] = value.reshape(tensor.shape).astype("int32")
-    for got, want in zip(bounded(spec, list(given.values())), given.values(), strict=True):
+    for got, want in zip(boundary(spec).clipped(list(given.values())), given.values(), strict=True):
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
 
 
 def test_integers_that_a_graph_computes_stay():
     spec = computed.trace(*GRAPHS["graph"][1])[1].spec
     given = [jnp.full(t.shape, 50, t.dtype) for t in spec.input_tensors]
-    assert all(a is b for a, b in zip(bounded(spec, given), given, strict=True))
+    assert all(a is b for a, b in zip(boundary(spec).clipped(given), given, strict=True))
 
 
 @pytest.mark.deviceless
@@ -163,7 +177,7 @@ def test_an_operand_of_two_ports_keeps_the_bounds_of_both():
     inputs = tuple(name for name in spec.inputs if name != other)
     spec = replace(spec, calls=(call,), inputs=inputs)
     given = [jnp.full(spec.tensor(n).shape, 50, spec.tensor(n).dtype) for n in inputs]
-    assert bounded(spec, given)[inputs.index(shared)].max() == 5
+    assert boundary(spec).clipped(given)[inputs.index(shared)].max() == 5
 
 
 @pytest.mark.gpu

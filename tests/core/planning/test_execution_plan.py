@@ -14,7 +14,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import auto
 from jax_cudnn._core.cuda_graphs import _new_call_site
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
 from jax_cudnn._core.planning import planner
@@ -193,7 +193,7 @@ def build(spec, site=None):
 
 
 H200 = profiles.get("H200")
-KEY_SPEC = wire(SPEC.for_planning).canonical().unvalued()
+KEY_SPEC = boundary(SPEC.for_planning).planned.canonical().unvalued()
 GOOD = json.loads(json.dumps(build(KEY_SPEC).to_json()))
 ODD = (None, True, -7, 10**30, 1.5, "x", "\ud800", ["x"], [[1, 2]], [["a", 0, 0, 0]], {"a": 1})
 ANY = [("engine", "x"), ("behavior_notes", ["x"]), ("tables", [[1, 2]])]  # as good as others

@@ -19,7 +19,7 @@ from cases import all_cases
 import jax_cudnn as jc
 from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
-from jax_cudnn._core.graph.boundary import bounded
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.planning import losses, placement, planner, stored
 from jax_cudnn._core.planning.build import Candidate
@@ -237,7 +237,7 @@ def test_rounds_give_each_right_way_a_time(fake, monkeypatch):
 def compared(spec, wrongly, plain=False):
     """What is said of the results of a graph, and of the same changed by ``wrongly``."""
     arrays = [*map(jnp.asarray, trials.operands(spec, plain))]
-    run = jax.jit(lambda *x: evaluate(spec, *bounded(spec, x), products="wide"))
+    run = jax.jit(lambda *x: evaluate(spec, *boundary(spec).clipped(x), products="wide"))
     want, least = run(*arrays), agreement.least_eps(spec)
     figures = lambda got: [*map(agreement.figures, got, want)]  # noqa: E731
     near = lambda: figures(run(*(agreement.rounded(x, least) for x in arrays)))  # noqa: E731
@@ -718,7 +718,9 @@ def test_operands_are_valid_for_their_ports(case, plain):
     spec = case.function.trace(*case.avals)[1].spec
     drawn = trials.operands(spec, plain)
     assert all(np.isfinite(np.asarray(x, "float32")).all() for x in drawn)
-    for x, kept, tensor in zip(drawn, bounded(spec, drawn), spec.input_tensors, strict=True):
+    for x, kept, tensor in zip(
+        drawn, boundary(spec).clipped(drawn), spec.input_tensors, strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(kept), tensor.name)
     for call, tensors in spec.at_ports:
         values = {p: drawn[spec.inputs.index(n)] for p, n in call.inputs if n in spec.inputs}

@@ -28,7 +28,7 @@ from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.graph.planned import is_product
 from jax_cudnn._core.planning import cost
@@ -296,7 +296,8 @@ def test_cudnn_sees_a_bias_of_all_queries_and_keys(kind, shared):
     plans = plans_of((function, avals, count), "H200")
     assert [s.plan is not None for plan in plans for s in plan.segments] == [True, True]
     assert "cuDNN writes" in " ".join(str(plans[1].explain()).split())
-    forward, second = map(wire, graphs_of(gradients(function, range(count)), *avals))
+    graphs = graphs_of(gradients(function, range(count)), *avals)
+    forward, second = (boundary(spec).planned for spec in graphs)
     (call,) = second.calls
     for port in ("bias", "dBias"):
         assert second.tensor(dict((*call.inputs, *call.outputs))[port]).shape == whole
@@ -317,7 +318,7 @@ def test_operands_of_score_mod_reach_cudnn_in_shapes_that_it_reads_rightly(shape
         plan = jc.plan(function, *avals)
     (segment,) = plan.segments
     assert segment.plan is not None
-    assert wire(plan.spec).input_tensors[-1].shape == (wanted or shape)
+    assert boundary(plan.spec).planned.input_tensors[-1].shape == (wanted or shape)
     if wanted:
         told = " ".join(str(plan.explain()).split())
         assert f"to {list(wanted)}, {4 * math.prod(wanted):,} bytes" in told

@@ -12,7 +12,7 @@ from norm_calls import KINDS, PLANNED, assert_close, group, instance, layer, rms
 from transformations import graphs_of, methods, relative_error
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 
 each_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -50,14 +50,14 @@ def test_a_gradient_is_one_forward_and_one_backward(name):
     large = [t for t in backward.input_tensors if np.prod(t.shape) >= np.prod(case.x)]
     assert len(large) == 2, "x and the cotangent"
     _, backward = graphs_of(jax.grad(total(case)), *avals)
-    (call,) = wire(backward).calls
+    (call,) = boundary(backward).planned.calls
     written = [port for port, _ in call.outputs]
     assert written == (["DX", "DScale"] if name == "rms" else ["DX", "DScale", "DBias"])
-    assert (len(backward.outputs), len(wire(backward).outputs)) == (1, len(written))
-    assert wire(backward).outputs[0] == backward.outputs[0]
+    assert (len(backward.outputs), len(boundary(backward).planned.outputs)) == (1, len(written))
+    assert boundary(backward).planned.outputs[0] == backward.outputs[0]
 
     (alone,) = graphs_of(case.y, *avals)
-    (call,) = wire(alone).calls
+    (call,) = boundary(alone).planned.calls
     assert call.node.norm_forward_phase == "INFERENCE"
     assert [port for port, _ in call.outputs] == ["Y"]
 

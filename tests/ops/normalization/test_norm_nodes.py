@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.planning import losses
 
@@ -71,7 +71,7 @@ MERGED = {
 def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
     """The same with statistics and without."""
     for phase in ("TRAINING", "INFERENCE"):
-        spec = wire(spec_of(forward(kind, phase), x, scale, scale))
+        spec = boundary(spec_of(forward(kind, phase), x, scale, scale)).planned
         groups = layout(spec).merged
         assert groups == MERGED[kind, x, scale]
         for tensor in (t for t in spec.tensors if t.value is None):

@@ -9,7 +9,7 @@ import pytest
 from helpers import lowered, spec_of
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.boundary import wire
+from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.reference import evaluate
 
 SHAPE = (2, 16, 4, 6)
@@ -35,10 +35,10 @@ def assert_same_meaning(spec):
     operands = [(x > 0 if k == "bool" else x).astype(k) for x, k in zip(values, kinds, strict=True)]
     sent = [
         jnp.broadcast_to(x.astype(t.dtype), t.shape)
-        for x, t in zip(operands, wire(spec).input_tensors, strict=True)
+        for x, t in zip(operands, boundary(spec).planned.input_tensors, strict=True)
     ]
-    got, want = evaluate(wire(spec), *sent), evaluate(spec, *operands)
-    for number, value, tensor in zip(got, want, wire(spec).output_tensors, strict=True):
+    got, want = evaluate(boundary(spec).planned, *sent), evaluate(spec, *operands)
+    for number, value, tensor in zip(got, want, boundary(spec).planned.output_tensors, strict=True):
         assert number.dtype == tensor.dtype != bool
         assert set(np.unique(number)) <= {0, 1} or value.dtype != bool
         np.testing.assert_array_equal(np.asarray(number.astype(value.dtype)), np.asarray(value))
@@ -48,7 +48,8 @@ def assert_same_meaning(spec):
 def test_with_numbers_for_booleans_the_graph_means_the_same(kept):
     spec = spec_of(lambda g, *given: [mixed(g, *given)[i] for i in kept], *MIXED)
     before, edge = (
-        [t.dtype for t in (*s.input_tensors, *s.output_tensors)] for s in (spec, wire(spec))
+        [t.dtype for t in (*s.input_tensors, *s.output_tensors)]
+        for s in (spec, boundary(spec).planned)
     )
     assert edge == ["float32" if d == "bool" else d for d in before]
     assert_same_meaning(spec)
@@ -60,7 +61,7 @@ def test_a_smaller_mask_is_broadcast_before_the_plan():
     logic = spec_of(lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), small)
     choice = spec_of(lambda g, x, y, q: g.binary_select(x, y, q), numbers, numbers, small)
     for spec in (logic, choice):
-        assert {t.shape for t in wire(spec).input_tensors} == {SHAPE}
+        assert {t.shape for t in boundary(spec).planned.input_tensors} == {SHAPE}
         assert_same_meaning(spec)
 
 
@@ -69,7 +70,7 @@ def test_masks_that_are_broadcast_to_two_shapes_keep_theirs():
         return g.logical_or(p, r), g.logical_and(q, r)
 
     spec = spec_of(graph, (SHAPE, "bool"), ((2, 16, 1, 1), "bool"), (ROW, "bool"))
-    assert wire(spec).input_tensors[2].shape == ROW
+    assert boundary(spec).planned.input_tensors[2].shape == ROW
     assert_same_meaning(spec)
 
 
@@ -78,18 +79,22 @@ def test_other_graphs_are_sent_as_they_are():
         lambda g, x, y: g.binary_select(x, y, g.cmp_gt(x, y)), *[(SHAPE, "float32")] * 2
     )
     assert "bool" in {tensor.dtype for tensor in inside.tensors}
-    assert wire(inside) is inside
+    assert boundary(inside).planned is inside
     spec, again = spec_of(mixed, *MIXED), spec_of(mixed, *MIXED)
-    assert wire(spec) is wire(again) is wire(wire(spec))
-    assert wire(spec).canonical() != spec.canonical()
+    assert (
+        boundary(spec).planned
+        is boundary(again).planned
+        is boundary(boundary(spec).planned).planned
+    )
+    assert boundary(spec).planned.canonical() != spec.canonical()
 
 
 def test_an_operand_is_broadcast_for_its_only_reader():
     avals = [((2, 1, 4, 8), "float16"), ((2, 3, 8, 5), "float16")]
     once = spec_of(lambda g, a, b: g.matmul(a, b), *avals)
     twice = spec_of(lambda g, a, b: (g.matmul(a, b), g.relu(a)), *avals)
-    assert wire(once).input_tensors[0].shape == (2, 3, 4, 8)
-    assert wire(twice).input_tensors[0].shape == (2, 1, 4, 8)
+    assert boundary(once).planned.input_tensors[0].shape == (2, 3, 4, 8)
+    assert boundary(twice).planned.input_tensors[0].shape == (2, 1, 4, 8)
 
 
 @pytest.mark.deviceless
