@@ -111,7 +111,7 @@ MUTATIONS = {
     "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
     "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
-    "results read in the wrong dtype": ("_core/ffi.py", "return x.astype(tensor.dtype)", "return x"),
+    "results read in the wrong dtype": ("_core/graph/boundary.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
     "results of late changes keep their dtype": ("interop/recorder.py", "if name in self._typed:", "if name not in self._typed:"),
     "packed tokens turned the wrong way": ("interop/attention.py", "pairs = [(turn, name, apart.name)]", "pairs = [(vocabulary().reshape(apart.shape), name, apart.name)]"),

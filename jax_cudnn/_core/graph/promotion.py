@@ -25,7 +25,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
     usual = compute_type(default_compute(node, inputs), inputs)
     compute = compute_type(canonical_compute(compute), inputs) if compute else usual
     allowed = [usual]
-    if is_product(node) and usual == "float32":
+    if usual == "float32" and is_product(node):
         allowed.append("float16")
         if all(tensor.dtype in FP8 for tensor in inputs.values()):
             allowed.append("fast_float_for_fp8")
@@ -41,7 +41,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
 
 def default_compute(node: Node, inputs: Mapping[str, Tensor]) -> str:
     """The compute type if the user sets none; a product of integers has their accumulator."""
-    if is_product(node) and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
+    if all(tensor.dtype in INTEGERS for tensor in inputs.values()) and is_product(node):
         return "int32"
     return "bool" if node.dtypes == ("bool",) else "float32"
 
@@ -139,7 +139,7 @@ def _beside_16_bits(
 ) -> Iterator[str]:
     """Factors of a product that have another dtype than the other one, and would have it."""
     factors = [name for _, name in call.inputs]
-    if is_product(call.node) and len(factors) == 2:
+    if len(factors) == 2 and is_product(call.node):
         for name, other in (factors, factors[::-1]):
             if itemsize(dtypes[other]) == 2 and dtypes[name] != dtypes[other] == said[name]:
                 yield name
