@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from jax_cudnn._core.graph.dtypes import FLOATS, FP8, INTEGERS
 from jax_cudnn._core.graph.node import REGISTRY, Node
-from jax_cudnn._core.graph.planned import is_product
 from jax_cudnn._core.graph.promotion import default_compute
 from jax_cudnn._core.graph.spec import Tensor
 from jax_cudnn._core.planning.choice import NOTES_OF_FULL_FLOAT32
@@ -113,7 +112,7 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield f"`{method}`"
     yield "moves elements" if node.algebra.moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
-    yield "yes" if is_product(node) and "float32" in node.dtypes else ""
+    yield "yes" if node.product and "float32" in node.dtypes else ""
     settled = node.create(**node.examples[0].attributes).deterministic
     yield "" if node.algebra.moves or node.xla_only else ("always" if settled else "on request")
     yield node.rounding

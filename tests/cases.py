@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.graph.node import REGISTRY, Node
-from jax_cudnn._core.graph.planned import Example, is_product
+from jax_cudnn._core.graph.planned import Example
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
 
@@ -38,7 +38,7 @@ class Case:
         fan_in = {}
         for call in trace.spec.calls:
             # (image, weight) or (A, B): the second is the weight.
-            if is_product(call.node) and len(call.inputs) == 2:
+            if call.node.product and len(call.inputs) == 2:
                 (_, image), (_, weight) = call.inputs
                 shape = trace.spec.tensor(weight).shape
                 contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None

@@ -16,7 +16,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from .._core.graph.arguments import typed
 from .._core.graph.dtypes import INTEGERS, WORDS
-from .._core.graph.node import REGISTRY, is_product
+from .._core.graph.node import REGISTRY
 from .._core.graph.source import defined_at
 from .arrays import SHAPE_OF_WORDS, Template, is_array, is_unset, listed, refusal
 from .attention import ASKED_FOR
@@ -316,7 +316,7 @@ class _Copy:
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
         compute = node.compute_data_type
-        if not is_unset(compute) and is_product(cls) and not method.startswith("sdpa"):
+        if not is_unset(compute) and cls.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
         return given
 

@@ -21,7 +21,7 @@ from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS, beside_integers, is_floating, wide_dtype
 from .._core.graph.layout import layout, packed_strides
-from .._core.graph.node import REGISTRY, Node, is_product
+from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import computed, result_dtype
 from .._core.graph.source import user_line
@@ -337,7 +337,7 @@ class Recorder(GraphBuilder):
                 inputs[port] = replace(tensor, dtype=dtype)
                 self._put(inputs[port])
         try:
-            said = self._options.compute_data_type if is_product(call.node) else None
+            said = self._options.compute_data_type if call.node.product else None
             compute = self._computes.get(call.name, said)
             self._append(computed(call.node, compute, inputs), inputs)
         except JaxCudnnError as error:

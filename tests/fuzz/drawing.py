@@ -17,7 +17,6 @@ from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from jax_cudnn._core.graph.dtypes import INTEGERS, is_floating
 from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.graph.node import REGISTRY, Node
-from jax_cudnn._core.graph.planned import is_product
 
 ELEMENTS, FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
 LARGEST, LEAST_RMS = 1000.0, 2e-3
@@ -115,7 +114,7 @@ class Drawing:
         sizes = [math.prod(shape) for shape in shapes.values()]
         if max(sizes) > ELEMENTS or node.flops(shapes) > FLOPS or min(sizes) == 0:
             raise GraphError("larger or smaller than the operations of a random graph")
-        if is_product(node) and not attends(node) and new:
+        if node.product and not attends(node) and new:
             *_, last = new.values()
             self._rescale(last, node, shapes, [v for v in values.values() if v is not last])
         dtype = None if tensors[0].dtype == "bool" else dtype

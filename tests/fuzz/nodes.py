@@ -10,7 +10,6 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
 from jax_cudnn._core.graph.node import REGISTRY, ROW_MAJOR, Node
-from jax_cudnn._core.graph.planned import is_product, order_of
 
 from . import layers
 from .drawing import Drawing, Operand
@@ -33,9 +32,9 @@ _TRIES = 6
 
 def kind(node: type[Node]) -> str:
     """To which share a node belongs; one of no share is not drawn: attention of float8's."""
-    if order_of(node) == ROW_MAJOR:
+    if node.order == ROW_MAJOR:
         return "attention" if node.method in layers.DRAWS else ""
-    if is_product(node):
+    if node.product:
         return "product"
     if node.method in layers.DRAWS:
         return "normalization"

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from .dims import Shape
 from .merging import is_reread, merged, reread, widened
-from .node import Edge, Node, order_of
+from .node import Edge, Node
 from .planned import MATRICES, Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
@@ -88,7 +88,7 @@ class Boundary:
     @cached_property
     def planned(self) -> GraphSpec:
         spec = self._spec
-        products = any(order_of(call.node) == MATRICES for call in spec.calls)
+        products = any(call.node.order == MATRICES for call in spec.calls)
         planned = _planned(merged(spec) if products else spec)
         return planned if planned is spec else intern(planned)
 

@@ -18,7 +18,7 @@ from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnEr
 from .arguments import ports_of, signature
 from .dims import Dims, Shape, integers
 from .dtypes import beside_integers, float32_range, int32_range, wide_dtype
-from .node import REGISTRY, Node, is_product
+from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .promotion import compute_type, computed, inferred, intermediate_dtypes
 from .source import user_line
@@ -111,7 +111,7 @@ class GraphBuilder:
         given = bound.arguments
         try:
             compute = given.pop("compute_data_type", None)
-            if compute is None and is_product(cls):
+            if compute is None and cls.product:
                 compute = self._options.compute_data_type
             given.pop("name", None)
             given = cls.prepared(dict(given))

@@ -25,7 +25,7 @@ from functools import cached_property
 
 from .dims import Shape
 from .dtypes import WORDS
-from .planned import CHANNELS_LAST, MATRICES, MERGED, ROW_MAJOR, Planned, Seen, View, order_of
+from .planned import CHANNELS_LAST, MATRICES, MERGED, ROW_MAJOR, Planned, Seen, View
 from .spec import GraphSpec, Tensor
 
 _AS_IT_IS = Seen()
@@ -37,10 +37,10 @@ class Layout:
 
     def __init__(self, spec: GraphSpec) -> None:
         nodes = [call.node for call in spec.calls]
-        kinds = {order_of(node) for node in nodes}
+        kinds = {node.order for node in nodes}
         self._spec = spec
         self.has_matrices = MATRICES in kinds and all(
-            order_of(node) == MATRICES or node.ports.is_elementwise for node in nodes
+            node.order == MATRICES or node.ports.is_elementwise for node in nodes
         )
         """Whether all nodes treat the last two dimensions of every tensor as a matrix."""
         self._merges = MERGED in kinds
@@ -174,9 +174,7 @@ class Layout:
                 return None
         sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
         begins = {axis for seen in self._seen for axis in seen.begins}
-        if not all(
-            order_of(call.node) == MERGED or call.node.ports.is_elementwise for call in calls
-        ):
+        if not all(call.node.order == MERGED or call.node.ports.is_elementwise for call in calls):
             begins |= {*order}  # attributes that name dimensions, such as a slice's
         groups: list[list[int]] = []
         for axis in order:

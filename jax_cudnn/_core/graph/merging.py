@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .dims import Shape
-from .node import MATRICES, REGISTRY, Node, order_of
+from .node import MATRICES, REGISTRY, Node
 from .spec import Call, GraphSpec, Tensor
 
 
@@ -36,7 +36,7 @@ _Sides = Mapping[str, _Side]
 
 def is_split(node: Node) -> bool:
     """Whether a product keeps its dimensions apart."""
-    return order_of(node) == MATRICES and "..." not in node.ports.outputs[0].axes
+    return node.order == MATRICES and "..." not in node.ports.outputs[0].axes
 
 
 def merged(spec: GraphSpec) -> GraphSpec:

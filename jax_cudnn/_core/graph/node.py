@@ -36,8 +36,6 @@ from .planned import Example, Planned
 from .planned import OtherForm as OtherForm
 from .planned import Seen as Seen
 from .planned import View as View
-from .planned import is_product as is_product
-from .planned import order_of as order_of
 from .promotion import result_dtype
 
 if TYPE_CHECKING:

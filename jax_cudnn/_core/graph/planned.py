@@ -163,9 +163,18 @@ class Planned:
     """Minimum cuDNN, SM and shape rules, as text for users."""
     anchor: ClassVar[Anchor | None] = None
     """What cuDNN computes around this node, if it builds an engine around it."""
+    product: ClassVar[bool] = False
+    """Whether the anchor is a product."""
+    order: ClassVar[str] = ""
+    """The anchor's order of tensors in memory."""
     xla_only: ClassVar[str] = ""
     """Whether XLA runs this node, because cuDNN graphs lack it: XLA_ONLY, or EVEN_IF_STRICT under
     implementation="cudnn", too. Its results are arrays in memory and keep their inferred dtype."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if cls.anchor is not None:
+            cls.product, cls.order = cls.anchor.product, cls.anchor.order
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """Why cuDNN must not run this node, from its tensors at all ports, or None.
@@ -207,16 +216,6 @@ class Planned:
         """
         out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
-def is_product(node: Planned | type[Planned]) -> bool:
-    """Whether the node is the anchor of its graph and multiplies."""
-    return node.anchor is not None and node.anchor.product
-
-
-def order_of(node: Planned) -> str:
-    """How the tensors around an anchor lie in memory; "" for other nodes."""
-    return "" if node.anchor is None else node.anchor.order
 
 
 class Example(NamedTuple):

@@ -10,7 +10,6 @@ import jax
 
 from ..errors import GraphTypeError
 from .dtypes import FP8, INTEGERS, canonical_compute, is_floating, itemsize
-from .planned import is_product
 from .spec import Call
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
     usual = compute_type(default_compute(node, inputs), inputs)
     compute = compute_type(canonical_compute(compute), inputs) if compute else usual
     allowed = [usual]
-    if usual == "float32" and is_product(node):
+    if usual == "float32" and node.product:
         allowed.append("float16")
         if all(tensor.dtype in FP8 for tensor in inputs.values()):
             allowed.append("fast_float_for_fp8")
@@ -41,7 +40,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
 
 def default_compute(node: Node, inputs: Mapping[str, Tensor]) -> str:
     """The compute type if the user sets none; a product of integers has their accumulator."""
-    if all(tensor.dtype in INTEGERS for tensor in inputs.values()) and is_product(node):
+    if all(tensor.dtype in INTEGERS for tensor in inputs.values()) and node.product:
         return "int32"
     return "bool" if node.dtypes == ("bool",) else "float32"
 
@@ -139,7 +138,7 @@ def _beside_16_bits(
 ) -> Iterator[str]:
     """Factors of a product that have another dtype than the other one, and would have it."""
     factors = [name for _, name in call.inputs]
-    if len(factors) == 2 and is_product(call.node):
+    if len(factors) == 2 and call.node.product:
         for name, other in (factors, factors[::-1]):
             if itemsize(dtypes[other]) == 2 and dtypes[name] != dtypes[other] == said[name]:
                 yield name

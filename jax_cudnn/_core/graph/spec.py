@@ -12,7 +12,6 @@ from ..user_context import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
 from .options import DEFAULTS, Options
-from .planned import is_product
 
 if TYPE_CHECKING:
     from .node import Node
@@ -173,7 +172,7 @@ class GraphSpec:
     @cached_property
     def has_float32_product(self) -> bool:
         """Whether a convolution or matmul has an operand that may be rounded to TF32."""
-        products = (c for c in self.calls if is_product(c.node) and "float32" in c.node.dtypes)
+        products = (c for c in self.calls if c.node.product and "float32" in c.node.dtypes)
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..graph.by_reference import ByReference
 from ..graph.dtypes import FP8, is_floating, wide_dtype
-from ..graph.node import Node, is_product
+from ..graph.node import Node
 from ..graph.reference import WIDE, evaluate
 from ..graph.spec import GraphSpec, Tensor
 from .report import BOTH, FUSED, OPERANDS, REFERENCE, Output
@@ -201,7 +201,7 @@ def _in_float32(node: Node) -> Node:
 def _inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     """The relative error of a correct computation of a graph, without the rounding of results."""
     anchored = {
-        spec.tensor(name).dtype for c in spec.calls if is_product(c.node) for _, name in c.inputs
+        spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
     }
     amounts = [_FLOAT64 if spec.has_float64 else _FLOAT32]
     if on_gpu and "float32" in anchored and spec.options.precision == "default":

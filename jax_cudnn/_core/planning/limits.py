@@ -31,7 +31,6 @@ from ..graph.planned import (
     MERGED,
     NUMBERS_ONLY,
     ROWS_AND_CHANNELS,
-    order_of,
 )
 from ..graph.spec import FLOAT64, Call, GraphSpec
 from ..reasons import Kind, Reason, Reasons
@@ -73,11 +72,9 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         if tensor.literal is None
         for shape in [v.dims for v in seen.parts.get(tensor.name, ())] or [tensor.shape]
     }
-    orders = {order_of(call.node) for call in spec.calls if call.node.anchor}
+    orders = {call.node.order for call in spec.calls if call.node.anchor}
     least = {4 if order == CHANNELS_LAST else 0 for order in orders}
-    free = all(
-        call.node.ports.is_elementwise or order_of(call.node) == MERGED for call in spec.calls
-    )
+    free = all(call.node.ports.is_elementwise or call.node.order == MERGED for call in spec.calls)
     free = free or seen.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
@@ -91,13 +88,13 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
 
 def _no_matrices(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
-    among = [call.name for call in spec.calls if order_of(call.node) == MATRICES]
+    among = [call.name for call in spec.calls if call.node.order == MATRICES]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
     if not layout(spec).has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         for call in spec.calls:
-            if order_of(call.node) != MATRICES and not call.node.ports.is_elementwise:
+            if call.node.order != MATRICES and not call.node.ports.is_elementwise:
                 yield call.name, what
         return
     for tensor in spec.tensors:
@@ -119,7 +116,7 @@ def _calls(spec: GraphSpec) -> _Found:
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.requires})"
-    if any(order_of(call.node) == MERGED for call in spec.calls) and seen.merged is None:
+    if any(call.node.order == MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
@@ -189,7 +186,7 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
             yield spec.calls[i].name, what
         for other in members(sets.anchors & sets.before(1 << i)):
             first, second = spec.calls[other], spec.calls[i]
-            if order_of(first.node) == order_of(second.node) == MATRICES:
+            if first.node.order == second.node.order == MATRICES:
                 what = f"it needs {first.name}, and such chains are not verified"
                 yield second.name, what
 

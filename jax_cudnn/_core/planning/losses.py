@@ -18,7 +18,7 @@ from typing import Any
 
 from ..graph.dtypes import FP8
 from ..graph.layout import layout
-from ..graph.node import MATRICES, is_product, order_of
+from ..graph.node import MATRICES
 from ..graph.promotion import default_compute
 from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members
@@ -151,7 +151,7 @@ def pattern(spec: GraphSpec) -> str:
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
     if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
         epilogue = "epilogue"
-        if not is_product(anchors[0].node):  # bound by memory traffic: an additional array matters
+        if not anchors[0].node.product:  # bound by memory traffic: an additional array matters
             read = _read(spec.calls[i] for i in members(sets.after(sets.anchors)))
             largest = max(math.prod(t.shape) for t in spec.tensors)
             sizes = [math.prod(t.shape) for t in spec.input_tensors if t.name in read]
@@ -167,7 +167,7 @@ def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set
     unread = [port for port, name in call.outputs if name not in read]
     node = call.node.without(unread) if unread else call.node
     words = node.pattern(ports)
-    if not (words and is_product(node)):
+    if not (words and node.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}
     usual = node.compute_data_type == default_compute(node, inputs)
@@ -192,7 +192,7 @@ def _words(words: Iterable[str]) -> str:
 def _is_bias(spec: GraphSpec, call: Call, product: Call) -> bool:
     """Whether a call adds one number per column to a matrix product, which XLA's matmul
     library can fuse, too."""
-    if not (call.node.algebra.adds and order_of(product.node) == MATRICES):
+    if not (call.node.algebra.adds and product.node.order == MATRICES):
         return False
     ((_, made),) = product.outputs
     added = [spec.tensor(name).shape for _, name in call.inputs if name != made]

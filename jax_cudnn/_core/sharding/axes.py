@@ -17,7 +17,7 @@ from ..errors import JaxCudnnError
 from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
 from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
-from ..graph.node import Draws, Node, is_product
+from ..graph.node import Draws, Node
 from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
 from ..graph.spec import Call, GraphSpec, Tensor
@@ -308,7 +308,7 @@ def _traced(
 
     def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         named = dict(zip(values, arrays, strict=True))
-        return node.reference(**named) if is_product(node) else applied(node, named)
+        return node.reference(**named) if node.product else applied(node, named)
 
     # With explicit axes, jnp adds operations for them.
     no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -13,7 +13,7 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, order_of
+from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
@@ -231,7 +231,7 @@ class GenIndex(Pointwise):
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
             return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
-        if any(order_of(call.node) == CHANNELS_LAST for call in graph.calls):
+        if any(call.node.order == CHANNELS_LAST for call in graph.calls):
             return Reason("cuDNN counts wrongly in a graph with a convolution")
         return None
 

@@ -30,7 +30,6 @@ from transformations import graphs_of, methods
 import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.layout import layout
-from jax_cudnn._core.graph.planned import is_product
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.cost import roofline
 from jax_cudnn._core.planning.execution_plan import VIEW
@@ -69,9 +68,7 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
     # cuDNN has no backward for pages; and it computes one with a leading scalar wrongly.
     without = "pages" in name or name == "cases"
     assert len(backward.execution_plans) == (not without)
-    fwd, bwd = (
-        sum(cost.flops(*at) for at in p.spec.at_ports if is_product(at[0].node)) for p in both
-    )
+    fwd, bwd = (sum(cost.flops(*at) for at in p.spec.at_ports if at[0].node.product) for p in both)
     if "seq_len_q" in str(forward.spec):  # the lengths may all be 0
         written = sum(tensor.nbytes for tensor in forward.spec.output_tensors)
         assert (fwd, bwd) == (0, 0)
