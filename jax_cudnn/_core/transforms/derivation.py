@@ -66,7 +66,7 @@ class Derivation(GraphBuilder):
                 self.fixed(x, x._state.dtype)
         elif node.algebra.moves:
             self._moved |= {x.name: next(iter(given)) for x in results}
-        elif node.algebra.chooses and all(map(self._is_settled, given)):
+        elif node.algebra.chooses and all(map(self._keeps_dtype, given)):
             dtypes = {x._state.dtype for x in given}
             for x in results if len(dtypes) == 1 else ():
                 self.fixed(x, *dtypes)
@@ -105,13 +105,13 @@ class Derivation(GraphBuilder):
         Others may read the tensor, too. So it is computed in that dtype only if this is the dtype
         of values inside graphs, the 16-bit dtype of all arrays, or if there is no other reader.
         """
-        settled = self._is_settled(x)
-        if settled and x._state.dtype == dtype:
+        kept = self._keeps_dtype(x)
+        if kept and x._state.dtype == dtype:
             return x
         wide = self._options.intermediate_data_type
         wide = "float64" if x._state.dtype == "float64" else wide
         harmless = alone or dtype == wide or (dtype == self._narrow and itemsize(dtype) == 2)
-        if settled or not harmless:
+        if kept or not harmless:
             if (x.name, dtype) not in self._casts:
                 copy = self._append(vocabulary().cast, {"input": x._state})
                 self._casts[x.name, dtype] = self.fixed(copy, dtype)
@@ -122,12 +122,12 @@ class Derivation(GraphBuilder):
             source = self._moved.get(source.name)
         return x
 
-    def _is_settled(self, x: GraphTensor) -> bool:
+    def _keeps_dtype(self, x: GraphTensor) -> bool:
         """Whether a tensor's dtype is set: otherwise it becomes that of values inside a graph, or
         of the result array."""
         if x.name in self._inputs or x.name in self._typed or x._state.value is not None:
             return True
-        return x.name in self._moved and self._is_settled(self._moved[x.name])
+        return x.name in self._moved and self._keeps_dtype(self._moved[x.name])
 
     def sum(self, terms: Iterable[GraphTensor]) -> GraphTensor:
         """The sum of one or more tensors."""

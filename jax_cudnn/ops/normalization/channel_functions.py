@@ -15,9 +15,9 @@ from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import floating, transpose
 from .row_functions import (
-    Asked,
-    Moved,
+    NormCall,
     Scalar,
+    Transposed,
     channels_second,
     norm,
     of_rank,
@@ -63,12 +63,12 @@ def instance_norm(
     """
     x = floating("x", x)
     order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
-    image = Moved(transpose(x, order), order)
+    image = Transposed(transpose(x, order), order)
     shape = image.x.shape
     scale, bias = per_channel(shape, scale, bias, x.dtype)
     # cuDNN supports up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
-    found = Asked(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
+    found = NormCall(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
         image.x.reshape(*shape[:2], *spatial),
         of_rank(scale, 2 + len(spatial)),
         of_rank(bias, 2 + len(spatial)),
@@ -122,7 +122,7 @@ def group_norm(
     x = floating("x", x)
     second = channels_second(x, axis, 2, "(batch, ..., channels)")
     order = (second[0], *second[2:], second[1])  # channels last
-    moved = Moved(transpose(x, order), order)
+    moved = Transposed(transpose(x, order), order)
     batch, *spatial, channels = moved.x.shape
     try:
         groups = operator.index(num_groups)
@@ -159,7 +159,9 @@ def group_norm(
         else jnp.broadcast_to(p, moved.x.shape[1:]).reshape(row)
         for p, neutral in ((scale, 1), (bias, 0))
     )
-    y, *found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(wide, *within)
+    y, *found = NormCall(GROUP_NORM, "layernorm", epsilon, options, implementation).of(
+        wide, *within
+    )
     statistics = tuple(v.reshape(batch, groups) for v in found)
     if apart:
         y = _scaled_groups(moved.x, *statistics, scale, bias)

@@ -116,7 +116,7 @@ LAYER_NORM = GraphFunction(norm, name="layer_norm")
 ADA_LAYER_NORM = GraphFunction(norm, name="ada_layer_norm")
 
 
-class Asked(NamedTuple):
+class NormCall(NamedTuple):
     """A graph function with the arguments of one call."""
 
     function: GraphFunction
@@ -141,7 +141,7 @@ class Asked(NamedTuple):
         )
 
 
-class Moved(NamedTuple):
+class Transposed(NamedTuple):
     """An array with some of its axes moved to the end."""
 
     x: jax.Array
@@ -196,8 +196,8 @@ def rms_norm(
         >>> jc.ops.rms_norm(jnp.ones((4, 128, 64)), jnp.ones(64)).shape
         (4, 128, 64)
     """
-    asked = Asked(RMS_NORM, "rmsnorm", epsilon, options, implementation, zero_centered_scale)
-    y, inv_rms = _of_rows(asked, x, scale, None, axis)
+    call = NormCall(RMS_NORM, "rmsnorm", epsilon, options, implementation, zero_centered_scale)
+    y, inv_rms = _of_rows(call, x, scale, None, axis)
     return (y, inv_rms) if return_statistics else y
 
 
@@ -237,8 +237,8 @@ def layer_norm(
         >>> jc.ops.layer_norm(jnp.ones((4, 128, 64)), jnp.ones(64), jnp.zeros(64)).shape
         (4, 128, 64)
     """
-    asked = Asked(LAYER_NORM, "layernorm", epsilon, options, implementation, zero_centered_scale)
-    y, *statistics = _of_rows(asked, x, scale, bias, axis)
+    call = NormCall(LAYER_NORM, "layernorm", epsilon, options, implementation, zero_centered_scale)
+    y, *statistics = _of_rows(call, x, scale, bias, axis)
     return (y, tuple(statistics)) if return_statistics else y
 
 
@@ -286,7 +286,7 @@ def ada_layer_norm(
         raise GraphError("scale is missing", expected=f"shape {wanted}", got="None")
     beta = jnp.zeros(wanted, gamma.dtype) if beta is None else beta
     gamma, beta = gamma.reshape(shape), beta.reshape(shape)
-    found = Asked(
+    found = NormCall(
         ADA_LAYER_NORM, "adalayernorm", epsilon, options, implementation, zero_centered_scale
     ).of(wide, gamma, beta)
     y, *statistics = (v.reshape(*x.shape[:-1], v.shape[-1]) for v in found)
@@ -294,22 +294,22 @@ def ada_layer_norm(
 
 
 def _of_rows(
-    asked: Asked, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, axis: Axes
+    call: NormCall, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, axis: Axes
 ) -> list[jax.Array]:
     """Normalizes over some axes: moves them to the end, and back."""
     x = floating("x", x)
     axes = normalized_axes(x, axis)
     order = (*(a for a in range(x.ndim) if a not in axes), *axes)
-    moved = Moved(transpose(x, order), order)
+    moved = Transposed(transpose(x, order), order)
     row = tuple(x.shape[a] for a in axes)
     scale, bias = (parameter(n, p, row) for n, p in (("scale", scale), ("bias", bias)))
-    asked = asked._replace(zero_centered=asked.zero_centered and scale is not None)
+    call = call._replace(zero_centered=call.zero_centered and scale is not None)
     dtype = next((p.dtype for p in (scale, bias) if p is not None), x.dtype)
     scale = jnp.ones(row, dtype) if scale is None else scale
-    if asked.kind == "layernorm":  # the graph always has a bias
+    if call.kind == "layernorm":  # the graph always has a bias
         bias = jnp.zeros(row, dtype) if bias is None else bias
     wide = moved.x if len(axes) < x.ndim else moved.x[None]  # one row
     shape = (*(1,) * (wide.ndim - len(row)), *row)
     scale, bias = (None if p is None else p.reshape(shape) for p in (scale, bias))
-    found = asked.of(wide, scale, bias)
+    found = call.of(wide, scale, bias)
     return [moved.back(v if wide is moved.x else v[0]) for v in found]
