@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError
 
-from . import ROOT
+from . import ROOT, many_gpus
 from .attention.tables import render as render_attention
 from .auto.tables import render as render_auto
 from .before_after import render as render_one_gpu
@@ -51,6 +52,11 @@ def committed(name: str) -> Path:
 def autos() -> list[Path]:
     """The committed results of ``auto``; README's picture and the page show the last one."""
     return sorted(RESULTS.glob("auto_*.json"))
+
+
+def several() -> list[Path]:
+    """The committed results of ``many_gpus``."""
+    return sorted(RESULTS.glob("many_gpus_*.json"))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -104,6 +110,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     page = ROOT / "docs" / "many_gpus.md"
     yield page, "collectives", render_collectives(read(committed("collectives_h200")))
     yield page, "one gpu", render_one_gpu(read(committed("one_gpu_h200")))
+    for file in several():
+        yield page, "many gpus", many_gpus.render(read(file))
 
 
 def placed(document: Path, mark: str, shown: str, check: bool) -> str:
@@ -148,10 +156,11 @@ def picture(check: bool) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "drawn.svg"
-        for file, draw in (
-            (PICTURE, lambda: plot.plot(results["h200"], drawn)),
-            (OVERVIEW, draw_overview),
-        ):
+        pictures = [(PICTURE, lambda: plot.plot(results["h200"], drawn)), (OVERVIEW, draw_overview)]
+        for file in several():
+            draw = functools.partial(many_gpus.plot, read(file), drawn)
+            pictures.append((file.with_suffix(".svg"), draw))
+        for file, draw in pictures:
             draw()
             new = drawn.read_text(encoding="utf-8")
             if not check:
