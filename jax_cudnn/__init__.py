@@ -35,11 +35,11 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.plans.explanation import Explanation as Explanation
     from ._core.plans.picture import Picture as Picture
     from ._core.plans.plan import Plan as Plan
-    from ._core.plans.support import plan as plan
-    from ._core.plans.support import plans as plans
+    from ._core.plans.plans import plan as plan
+    from ._core.plans.plans import plans as plans
+    from ._core.plans.plans import warmup as warmup
+    from ._core.plans.support import Support as Support
     from ._core.plans.support import support as support
-    from ._core.plans.support import warmup as warmup
-    from ._core.plans.support_value import Support as Support
     from ._core.plans.tune import tune as tune
     from ._core.settings import configure as configure
     from .acceleration.api import accelerate as accelerate

@@ -118,8 +118,9 @@ def test_imports_flow_one_way():
 
 
 FLOORS = {
-    "values": "errors reasons compat mesh_compat cuda package settings user_context later graph "
-    "graph.dims graph.dtypes graph.options graph.planned graph.source graph.spec graph.promotion",
+    "values": "errors reasons compat mesh_compat cuda package settings user_context later text "
+    "graph graph.dims graph.dtypes graph.options graph.planned graph.source graph.spec "
+    "graph.promotion",
     "nodes": "graph.node graph.record",
     "graphs": "graph.layout graph.merging graph.boundary graph.tensor graph.arguments "
     "graph.builder graph.reference graph.xla_form graph.by_reference primitive",

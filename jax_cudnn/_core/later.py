@@ -21,18 +21,18 @@ HOMES = {
     "PlannedSegment": "_core.planning.planned_graph",
     "Profile": "_core.planning.deviceless.profiles",
     "Report": "_core.plans.explain",
-    "Support": "_core.plans.support_value",
+    "Support": "_core.plans.support",
     "bisect": "_core.inspection.bisect",
     "configure": "_core.settings",
     "explain": "_core.plans.explain",
     "from_pygraph": "interop.makers",
     "graph_cache": "interop.makers",
-    "plan": "_core.plans.support",
-    "plans": "_core.plans.support",
+    "plan": "_core.plans.plans",
+    "plans": "_core.plans.plans",
     "support": "_core.plans.support",
     "target": "_core.context",
     "tune": "_core.plans.tune",
-    "warmup": "_core.plans.support",
+    "warmup": "_core.plans.plans",
 }
 """The module of each name."""
 ROOMS = ("flax",)

@@ -8,7 +8,6 @@ import math
 import operator
 import os
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from ..planning import frontend, losses
 from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA, PlannedSegment
-from .explanation import size
-from .picture import Picture, microseconds, taken
+from ..text import aligned, microseconds, shape, size, wrapped
+from .picture import Picture, taken
 from .plan import Plan
-from .support import plans
-from .table import aligned, shape, where
+from .plans import plans, where
 
 _HEADER = ("graph", "called at", "runs on", "MB", "us", "roofline us", "ratio")
 _LEGEND = (
@@ -136,11 +134,11 @@ class Report:
         for graph in graphs:
             yield f"\n{graph['graph']}: {graph['operands']}"
             yield self.pictures[graph["graph"]]
-            yield from (_wrapped(said) for said in _said(graph))
+            yield from (wrapped(said) for said in _said(graph))
         if changes:
             yield "\nWhat to change, by the bytes that it concerns in a run:"
         for change in changes:
-            yield _wrapped(f"- {size(change['bytes'])}, {change['graph']}: {change['what']}")
+            yield wrapped(f"- {size(change['bytes'])}, {change['graph']}: {change['what']}")
 
 
 # -- the data --------------------------------------------------------------------------------------
@@ -290,7 +288,3 @@ def _said(graph: Mapping[str, Any]) -> Iterator[str]:
     yield from graph["edge"]
     if graph["mesh"]:
         yield f"on the mesh: {graph['mesh']}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, subsequent_indent="  ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from ..errors import TargetError
 from ..graph.boundary import edges
 from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
+from ..text import size, wrapped
 
 if TYPE_CHECKING:
     from ..cuda import CudaDevice
@@ -44,10 +44,8 @@ class Explanation:
             f"{data['name']} on {data['gpu']}, implementation {data['implementation']!r}: {count}"
         )
         if engine := data["engine_of_another_graph"]:
-            said = (
-                f"note: {engine} belongs to the graph from which vmap or autodiff derived this one"
-            )
-            yield from _wrapped(said, "  ")
+            whose = "belongs to the graph from which vmap or autodiff derived this one"
+            yield wrapped(f"note: {engine} {whose}", "  ")
         for number, segment in enumerate(segments, 1):
             yield f"  {number}. {segment['runs_on']}: {', '.join(segment['operations'])}"
             if segment["runs_on"] == "cuDNN":
@@ -60,25 +58,16 @@ class Explanation:
             least = "" if seconds is None else f"; at least {seconds * 1e6:,.1f} us"
             yield f"     reads {reads}, writes {writes}, {segment['flops']:,} operations{least}"
             for advice in segment["advice"]:
-                yield from _wrapped(f"note: {advice}", "     ")
+                yield wrapped(f"note: {advice}", "     ")
             if segment["reason"] and segment["runs_on"] == "XLA":
-                yield from _wrapped(f"because {segment['reason']}", "     ")
+                yield wrapped(f"because {segment['reason']}", "     ")
         for kept in data["residuals"]:
             yield f"  keeps {kept['tensor']} for the derivative, {size(kept['bytes'])}"
         if len(segments) > 1:
             yield f"  {size(data['cut_bytes'])} cross the cuts"
             reasons = dict.fromkeys(s["reason"] for s in segments if s["runs_on"] == "cuDNN")
             for reason in filter(None, reasons):
-                yield from _wrapped(f"not one plan because {reason}", "  ")
-
-
-def size(count: int) -> str:
-    """Bytes for people, in MB from one million on."""
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, width=100, initial_indent=indent, subsequent_indent=f"{indent}  ")
+                yield wrapped(f"not one plan because {reason}", "  ")
 
 
 def explain(plan: PlannedGraph) -> Explanation:
