@@ -24,12 +24,12 @@ from ._core.user_context import implementation as implementation
 
 if TYPE_CHECKING:  # see _core/later.py
     from . import flax as flax
+    from ._core.candidates import Candidates as Candidates
     from ._core.context import target as target
     from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.build import Candidate as Candidate
     from ._core.planning.deviceless.profiles import Profile as Profile
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
-    from ._core.planning.selection import Candidates as Candidates
     from ._core.plans.explain import Report as Report
     from ._core.plans.explain import explain as explain
     from ._core.plans.explanation import Explanation as Explanation

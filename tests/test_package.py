@@ -127,8 +127,8 @@ FLOORS = {
     "transformations": "transforms transforms.*",
     "stores": "store store.* job job.*",
     "planning": "context planning planning.*",
-    "running": "ffi lowering execution agreement operands trials measuring ways cuda_graphs tuning "
-    "auto",
+    "running": "ffi lowering execution agreement operands trials ways candidates cuda_graphs "
+    "tuning auto",
     "sharding": "sharding sharding.* partition",
     "tracing": "registrations graph.trace",
     "plans": "plans plans.* inspection inspection.*",

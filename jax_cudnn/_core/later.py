@@ -13,7 +13,7 @@ _PACKAGE = __name__.partition(".")[0]
 HOMES = {
     "accelerate": "acceleration.api",
     "Candidate": "_core.planning.build",
-    "Candidates": "_core.planning.selection",
+    "Candidates": "_core.candidates",
     "Explanation": "_core.plans.explanation",
     "Graph": "interop.wrapper",
     "Picture": "_core.plans.picture",

@@ -69,6 +69,17 @@ class _Program:
         return self
 
 
+def in_turns(
+    runs: Sequence[Callable[[], float]], least: int, most: int, seconds: float
+) -> list[tuple[float, ...]]:
+    """What runs return, round by round: ``least`` rounds, and more for so long, up to ``most``."""
+    rounds: list[tuple[float, ...]] = []
+    end = time.perf_counter() + seconds
+    while len(rounds) < least or (len(rounds) < most and time.perf_counter() < end):
+        rounds.append(tuple(run() for run in runs))
+    return rounds
+
+
 class Bench:
     """One graph on one device: its operands, its reference's results, and the fastest program."""
 

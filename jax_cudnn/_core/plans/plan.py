@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import cuda_graphs, execution, measuring
+from .. import candidates, cuda_graphs, execution
+from ..candidates import Candidates
 from ..compat import Device
 from ..graph.spec import Tensor
-from ..planning import selection
 from ..planning.build import Candidate
 from ..planning.planned_graph import PlannedGraph
-from ..planning.selection import Candidates
 from . import record
 from .explanation import Explanation, explain
 
@@ -76,7 +75,7 @@ class Plan(PlannedGraph):
             >>> with jc.target("H200"):
             ...     print(jc.plan(relu, x).candidates)                        # doctest: +SKIP
         """
-        return selection.candidates(self)
+        return candidates.candidates(self)
 
     def select(self, which: int | Candidate) -> Plan:
         """The plan of another candidate, with its engine and knobs.
@@ -94,7 +93,7 @@ class Plan(PlannedGraph):
             UnsupportedGraphError: cuDNN cannot build it, or the graph's options exclude it.
             GraphError: there is no such candidate, or the graph is cut.
         """
-        return selection.select(self, which)
+        return candidates.select(self, which)
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -103,7 +102,7 @@ class Plan(PlannedGraph):
         ``select``, ``execute`` and ``time`` work on each part. ``pinned`` of a part does not fit
         the options of the function that was cut: there, an engine applies to the whole graph.
         """
-        return tuple(map(Plan.of, selection.parts(self)))
+        return tuple(map(Plan.of, candidates.parts(self)))
 
     def execute(
         self,
@@ -156,7 +155,7 @@ class Plan(PlannedGraph):
             GraphError: the graph is cut, or an integer operand would have to be random.
             TargetError: as for :meth:`execute`.
         """
-        return measuring.time(self, arrays, device)
+        return candidates.time(self, arrays, device)
 
     def time_candidates(
         self,
@@ -170,7 +169,7 @@ class Plan(PlannedGraph):
 
         Args and Raises: as :meth:`time`.
         """
-        return measuring.time_candidates(self, arrays, device, limit)
+        return candidates.time_candidates(self, arrays, device, limit)
 
     def autotune(
         self,
@@ -189,7 +188,7 @@ class Plan(PlannedGraph):
             >>> best = jc.plan(matmul, a, a).autotune(a, a)                    # doctest: +SKIP
             >>> fast = jax.jit(matmul.with_options(**best.pinned))             # doctest: +SKIP
         """
-        return Plan.of(measuring.autotune(self, arrays, device, limit))
+        return Plan.of(candidates.autotune(self, arrays, device, limit))
 
     def populate_cuda_graph(
         self,

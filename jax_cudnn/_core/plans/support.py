@@ -24,7 +24,7 @@ from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA
 from ..text import aligned
 from .collect import pieces
-from .plans import Gpus, Sites, sites_of, traced_on
+from .plans import Gpus, Sites, local, sites_of, traced_on
 
 # The source of a GPU's description.
 DEVICE, MEASURED, PUBLIC = "this machine's GPU", "measured profile", "public specifications"

@@ -17,6 +17,7 @@ from ..cuda import CudaDevice
 from ..errors import GraphError, GraphTypeError, TargetError, shown
 from ..graph.spec import GraphSpec
 from ..planning.planned_graph import Outcome
+from ..trials import in_turns
 from ..user_context import WAYS
 from .collect import check_function, graphs
 
@@ -258,11 +259,6 @@ def _in_turns(first: _Program, second: _Program) -> tuple[float, float]:
     """Seconds of two programs: medians of rounds."""
     for program in (first, second):
         program.once()
-    rounds: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while len(rounds) < _LEAST or (
-        len(rounds) < _ROUNDS and time.perf_counter() - began < _SECONDS
-    ):
-        rounds.append((first.once(), second.once()))
+    rounds = in_turns([first.once, second.once], _LEAST, _ROUNDS, _SECONDS)
     one, other = zip(*rounds, strict=True)
     return statistics.median(one), statistics.median(other)
