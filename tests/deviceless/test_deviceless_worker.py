@@ -138,7 +138,7 @@ def test_a_worker_that_ends_is_told_and_another_takes_its_place():
         assert call(f"{HERE}:echo", 1) == 1
     pid = call("os:getpid")
     os.kill(pid, signal.SIGKILL)  # while it is idle
-    client._seats[0].worker.process.wait(10)
+    client._idle[0].process.wait(10)
     assert call("os:getpid") != pid
     with pytest.raises(errors.PlanningWorkerError, match=r"0\.5 s"):
         call(f"{HERE}:echo", 1, 60.0, timeout=0.5)
@@ -175,7 +175,7 @@ def test_threads_get_their_own_answers_of_several_workers():
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             found = pool.map(lambda i: call(f"{HERE}:echo", i, 0.002 * (i % 3)), range(60))
         assert [*found] == [*range(60)]
-        pids = [seat.worker.process.pid for seat in client._seats]
+        pids = [worker.process.pid for worker in client._idle]
         assert first in pids
     assert len({*pids}) == 2
     wait_until_gone(next(pid for pid in pids if pid != call("os:getpid")))

@@ -126,5 +126,5 @@ def test_another_worker_plans_in_place_of_one_that_fails(name, no_plans, monkeyp
     monkeypatch.setattr(client._Worker, "ask", harmful)
     monkeypatch.setattr(client, "_IDLE", 2)
     assert lowered(product, *MATRICES).count("custom_call @jax_cudnn(") == 1
-    assert client._seats[0].worker.process.pid not in harmed
+    assert client._idle[0].process.pid not in harmed
     assert "XLA runs" not in caplog.text

@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import JaxCudnnError, PlanningWorkerError
-from . import process as environment
-from . import process as wire
+from . import process
 
 log = logging.getLogger("jax_cudnn")
 
 _TAIL = 4096  # bytes of the worker's output in an error
 _TOLD, _IDLE = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
 
-_condition = threading.Condition()  # guards the three below
-_seats: list[_Seat] = []
-_free: list[_Seat] = []
+_condition = threading.Condition()  # guards the four below
+_calls = 0  # that run, or start a worker
+_idle: list[_Worker] = []
+_started: list[_Worker] = []  # those that live
 _wanted: list[int] = []  # the count of each ``workers`` block that is open
 
 
@@ -53,14 +53,10 @@ def call(
     or does not run (stopped, or in a deadlock), ``LibraryError`` where a part of it is missing.
     After that, the next call starts a new worker.
     """
-    request = wire.pack((function, args, kwargs))
-    with _seat() as seat:
-        deadline = time.monotonic() + timeout
-        if fresh:
-            seat.stop()
-        worker = seat.current()
+    request = process.pack((function, args, kwargs))
+    with _worker(fresh) as (worker, began):
         try:
-            answer = worker.ask(request, deadline)
+            answer = worker.ask(request, began + timeout)
         except EOFError:
             raise worker.death(function) from None
         except TimeoutError as error:
@@ -87,11 +83,9 @@ def workers(count: int) -> Iterator[None]:
     finally:
         with _condition:
             _wanted.remove(count)
-            excess = [_free.pop() for _ in range(min(len(_free), len(_seats) - _limit()))]
-            for seat in excess:
-                _seats.remove(seat)
-        for seat in excess:
-            seat.stop()
+            excess = [_idle.pop() for _ in range(min(len(_idle), len(_started) - _limit()))]
+        for worker in excess:
+            worker.stop()
 
 
 def _limit() -> int:
@@ -99,56 +93,43 @@ def _limit() -> int:
 
 
 @contextlib.contextmanager
-def _seat() -> Iterator[_Seat]:
-    """Waits for a slot, which serves one call at a time."""
+def _worker(fresh: bool) -> Iterator[tuple[_Worker, float]]:
+    """A worker for one call, an idle one unless ``fresh``, and since when its time counts."""
+    global _calls
     with _condition:
-        _condition.wait_for(lambda: _free or len(_seats) < _limit())
-        if not _free:
-            _seats.append(_Seat())
-            _free.append(_seats[-1])
-        seat = _free.pop()
+        _condition.wait_for(lambda: _calls < _limit())
+        _calls += 1
+        worker = _idle.pop() if _idle else None
+    began = time.monotonic()
     try:
-        yield seat
+        if worker is not None and (fresh or worker.process.poll() is not None):
+            worker.stop()  # if it died while it was idle, nothing is lost
+            worker = None
+        worker = worker or _start()
+        yield worker, began
     finally:
+        usable = [] if worker is None or worker.stopped else [worker]
         with _condition:
-            excess = len(_seats) > _limit()
-            if excess:
-                _seats.remove(seat)
-            else:
-                _free.append(seat)
+            _calls -= 1
+            if len(_idle) + _calls < _limit():
+                _idle.extend(usable)
+                usable = []
             _condition.notify()
-        if excess:
-            seat.stop()
-
-
-class _Seat:
-    """A slot for one worker."""
-
-    worker: _Worker | None = None
-
-    def current(self) -> _Worker:
-        """The worker, started if none is alive."""
-        if self.worker is not None and self.worker.owner != os.getpid():
-            self.worker.forget()
-        if self.worker is not None and self.worker.process.poll() is not None:
-            self.worker.stop()  # it died while idle: nothing is lost
-        if self.worker is None or self.worker.stopped:
-            environment.check()
-            try:
-                self.worker = _Worker()
-            except OSError as error:
-                raise PlanningWorkerError(
-                    "the planning worker cannot be started",
-                    got=f"{type(error).__name__}: {error}",
-                    why="this machine lacks memory, processes, open files or temporary space",
-                    fix="free some, and try again",
-                ) from error
-        return self.worker
-
-    def stop(self) -> None:
-        worker = self.worker
-        if worker is not None and worker.owner == os.getpid() and not worker.stopped:
+        for worker in usable:
             worker.stop()
+
+
+def _start() -> _Worker:
+    process.check()
+    try:
+        return _Worker()
+    except OSError as error:
+        raise PlanningWorkerError(
+            "the planning worker cannot be started",
+            got=f"{type(error).__name__}: {error}",
+            why="this machine lacks memory, processes, open files or temporary space",
+            fix="free some, and try again",
+        ) from error
 
 
 def _unpack(answer: bytes) -> Any:
@@ -171,9 +152,8 @@ class _Worker:
     """The subprocess, our end of its socket, and the file that takes its output."""
 
     def __init__(self) -> None:
-        interpreter = [environment.python(), "-P", "-X", "faulthandler"]
+        interpreter = [process.python(), "-P", "-X", "faulthandler"]
         module = ["-m", "jax_cudnn._core.planning.deviceless.worker"]
-        self.owner = os.getpid()
         self.ready = self.stopped = False
         # A file, not a pipe: the worker never waits for a reader. It appends, so that we can
         # empty the file.
@@ -182,23 +162,24 @@ class _Worker:
         self.connection.setblocking(False)  # ``_wait`` waits
         with theirs:
             self.process = subprocess.Popen(
-                [*interpreter, *module, str(theirs.fileno()), str(environment.null_driver())],
+                [*interpreter, *module, str(theirs.fileno()), str(process.null_driver())],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
                 pass_fds=[theirs.fileno()],
-                env=environment.variables(),
+                env=process.variables(),
                 start_new_session=True,  # Ctrl-C is for us; we then stop the worker
             )
+        _started.append(self)
 
     def ask(self, request: bytes, deadline: float) -> bytes:
         wait = functools.partial(self._wait, deadline)
         if not self.ready:
-            _unpack(wire.receive(self.connection, wait))
+            _unpack(process.receive(self.connection, wait))
             self.ready = True
         self.log.truncate(0)
-        wire.send(self.connection, request, wait)
-        return wire.receive(self.connection, wait)
+        process.send(self.connection, request, wait)
+        return process.receive(self.connection, wait)
 
     def _wait(self, deadline: float, event: int) -> None:
         """Until the socket has an event; TimeoutError after the deadline, or before if the worker
@@ -261,6 +242,8 @@ class _Worker:
 
     def _close(self) -> None:
         self.stopped = True
+        with contextlib.suppress(ValueError):  # it was closed before
+            _started.remove(self)
         self.connection.close()
         self.log.close()
 
@@ -281,18 +264,16 @@ class _Worker:
 
 
 def _after_fork_in_child() -> None:
-    global _condition
-    _condition = threading.Condition()  # another thread may have held it
-    for seat in _seats:
-        if seat.worker is not None and not seat.worker.stopped:
-            seat.worker.forget()
-    _seats.clear()
-    _free.clear()
+    global _condition, _calls
+    _condition, _calls = threading.Condition(), 0  # another thread may have held it
+    _idle.clear()
+    for worker in [*_started]:
+        worker.forget()
 
 
 def _exit() -> None:
-    for seat in _seats:
-        seat.stop()
+    for worker in [*_started]:
+        worker.stop()
 
 
 if hasattr(os, "register_at_fork"):

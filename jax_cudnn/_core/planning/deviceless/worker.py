@@ -24,7 +24,7 @@ import traceback
 from typing import Any
 
 from ...errors import LibraryError
-from . import process as wire
+from . import process
 
 
 def main() -> None:
@@ -34,21 +34,21 @@ def main() -> None:
     try:
         _load_null_driver(sys.argv[2])
     except Exception as error:
-        wire.send(connection, _failure(error))
+        process.send(connection, _failure(error))
         return
-    wire.send(connection, wire.pack(("ok", None)))
+    process.send(connection, process.pack(("ok", None)))
     while True:
         try:
-            request = wire.receive(connection)
+            request = process.receive(connection)
         except EOFError:
             return
-        wire.send(connection, _answer(request))
+        process.send(connection, _answer(request))
 
 
 def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
-        return wire.pack(("ok", resolve(function)(*args, **kwargs)))
+        return process.pack(("ok", resolve(function)(*args, **kwargs)))
     except BaseException as error:  # sys.exit() in a planning function is its error, not our end
         return _failure(error)
 
@@ -71,7 +71,7 @@ def _failure(error: BaseException) -> bytes:
         pickle.loads(pickled)  # many exceptions pickle, but cannot be made again
     except Exception:
         pickled = None
-    return wire.pack(("error", pickled, text))
+    return process.pack(("error", pickled, text))
 
 
 def _load_null_driver(path: str) -> None:
