@@ -32,9 +32,9 @@ from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, Segments, Way
 from .planning.single_flight import SingleFlight
 from .planning.split import whole
-from .planning.stored import choice_of, key_text
+from .planning.stored import choice_of, keep, kept, key_text
 from .settings import FAST, FULL, OFF, settings
-from .store import cache
+from .store.cache import configured
 from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
 from .user_context import AUTO, WAYS
@@ -127,8 +127,8 @@ def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> N
     key, taken = _key(spec, site), found.ways[way]
     parts = [(calls, in_xla) for calls, in_xla, _ in taken.segments]
     _steps[digest(key)] = digest(repr((parts, taken.pinned)))
-    cache.update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
-    cache.replace(key, asdict(found), label=f"{spec.label}; measured in a step")
+    configured().update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
+    configured().replace(key, asdict(found), label=f"{spec.label}; measured in a step")
 
 
 def steps() -> str:
@@ -136,7 +136,7 @@ def steps() -> str:
     is partitioned, after it is lowered. Empty in a job, whose processes must lower equal texts."""
     if jax.process_count() > 1:
         return ""
-    stored = (cache.get(STEPS) or {}).get("taken", {})
+    stored = (configured().get(STEPS) or {}).get("taken", {})
     return repr(sorted({**stored, **_steps}.items()))
 
 
@@ -171,12 +171,12 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
     def read(stored: dict[str, Any]) -> Outcome:
         return choice_of(stored, spec)
 
-    stored = planner.decoded(key, cache.get(key), read)
+    stored = kept(key, read)
     if stored is not None:
         enough = stored.step or now.tuning in (FAST, stored.level)  # "full" measures more
         taken = None if stored.taken is None else stored.ways[stored.taken]
         if taken is not None and segments_of(taken, spec, site, name) is None:
-            cache.discard(key, "cuDNN has no such plan any more")
+            configured().discard(key, "cuDNN has no such plan any more")
             stored = None
         elif enough:
             return stored
@@ -192,10 +192,9 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
         _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
     label, data = f"{spec.label}; measured", asdict(made)
     if stored is not None:
-        cache.replace(key, data, label)
+        configured().replace(key, data, label)
         return made
-    first = cache.put(key, data, label)
-    return made if first is data else planner.decoded(key, first, read) or made
+    return keep(key, made, data, read, label)
 
 
 def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:

@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +14,8 @@ from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .planning import choice, placement, planner
 from .planning.execution_plan import ExecutionPlan
-from .planning.planned_graph import Outcome, PlannedSegment, Segments, Way
-from .planning.split import Refusal, part, search, whole
+from .planning.planned_graph import Outcome, Segments, Way
+from .planning.split import Refusal, replanned, search, whole
 
 log = logging.getLogger("jax_cudnn")
 _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
@@ -23,15 +24,8 @@ _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for o
 def segments_of(way: Way, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
     """The segments of a way; None if cuDNN has no such plan any more."""
     pinned = {at: (engine, dict(knobs)) for at, engine, knobs in way.pinned}
-    segments = []
-    for at, (calls, in_xla, reason) in enumerate(way.segments):
-        piece, plan = part(spec, calls), None
-        if not in_xla:
-            plan = _plan(choice.pinned(piece, *pinned[at]) if at in pinned else piece, site, name)
-            if isinstance(plan, Refusal):
-                return None
-        segments.append(PlannedSegment(piece, calls, plan, reason))
-    return tuple(segments)
+    found = replanned(way.segments, spec, functools.partial(_plan, site=site, name=name), pinned)
+    return None if isinstance(found, Refusal) else found
 
 
 def strict_reference(spec: GraphSpec, outcome: Outcome) -> Segments:

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from ..cuda import CudaDevice
 from ..errors import PlanningError, UnsupportedGraphError
 from ..graph.node import EVEN_IF_STRICT
 from ..graph.options import Surroundings
 from ..graph.spec import FLOAT64, GraphSpec
-from ..store import cache
+from ..store.cache import configured
 from ..user_context import CUDNN
 from . import frontend, losses, planner, progress
 from . import unsupported as failure
@@ -23,11 +22,11 @@ from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
 from .planned_graph import PlannedSegment, Rows, Segments
+from .planner import Site
 from .single_flight import SingleFlight
-from .split import Refusal, part, search, whole
-from .stored import key_text, rows_of
+from .split import Refusal, part, replanned, search, whole
+from .stored import keep, kept, key_text, rows_of
 
-Site = Profile | CudaDevice
 _WORKERS = 8  # at once, of about 400 MB of memory each
 _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 _cuts: SingleFlight[Segments] = SingleFlight()
@@ -166,35 +165,24 @@ def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> 
         slow = "" if losing else losses.slow(piece, plan, sm_version)
         return Refusal(slow) if slow else plan
 
-    def planned(rows: Rows) -> Segments | Refusal:
-        found = []
-        for calls, in_xla, reason in rows:
-            piece = part(spec, calls)
-            plan = None if in_xla else plan_of(piece)
-            if isinstance(plan, Refusal):
-                return plan
-            found.append(PlannedSegment(piece, calls, plan, reason))
-        return tuple(found)
-
     def read(stored: dict[str, Any]) -> Rows:
         return rows_of(stored, spec)
 
-    known = planner.decoded(key, cache.get(key), read)
+    known = kept(key, read)
     if known is not None:
-        segments = planned(known)
+        segments = replanned(known, spec, plan_of)
         if not isinstance(segments, Refusal):
             return segments
-        cache.discard(key, f"foreign: segments: {segments.reason}")
+        configured().discard(key, f"foreign: segments: {segments.reason}")
     segments = search(spec, plan_of)
     if len(segments) == 1 and segments[0].plan is not None:
         return segments  # one plan, which has a separate entry
     rows = tuple((s.calls, s.plan is None, s.reason) for s in segments)
     count = "1 segment" if len(rows) == 1 else f"{len(rows)} segments"
-    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {count}")
-    first = planner.decoded(key, stored, read) or rows  # another process may have been first
+    first = keep(key, rows, {"segments": rows}, read, f"{spec.label}; {count}")
     if first == rows:
         return segments
-    theirs = planned(first)
+    theirs = replanned(first, spec, plan_of)
     return segments if isinstance(theirs, Refusal) else theirs
 
 
