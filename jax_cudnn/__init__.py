@@ -16,13 +16,13 @@ from ._core.errors import UnsupportedGraphError as UnsupportedGraphError
 from ._core.graph.options import Options as Options
 from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
-from ._core.later import __dir__ as __dir__
-from ._core.later import __getattr__ as __getattr__
+from ._core.lazy import __dir__ as __dir__
+from ._core.lazy import __getattr__ as __getattr__
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.primitive import save_cudnn as save_cudnn
 from ._core.user_context import implementation as implementation
 
-if TYPE_CHECKING:  # see _core/later.py
+if TYPE_CHECKING:  # see _core/lazy.py
     from . import flax as flax
     from ._core.candidates import Candidates as Candidates
     from ._core.context import target as target

@@ -60,15 +60,15 @@ class _Spent:
     seconds: float = 0.0
     graphs: int = 0
     waited: float = 0.0
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def left(self) -> float:
         """Seconds that "fast" may take for the next graph."""
         return min((self.graphs + 1) * _AVERAGE - self.seconds, 4 * _AVERAGE)
 
-    def once(self, message: str, *args: Any) -> None:
-        if message not in self.told:
-            self.told.add(message)
+    def warn_once(self, message: str, *args: Any) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
             log.warning(message, *args)
 
 
@@ -189,7 +189,7 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
             raise
         return stored
     if now.plan_cache is None:
-        _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
+        _spent.warn_once("without a plan cache, what jax_cudnn measures holds for this process")
     label, data = f"{spec.label}; measured", asdict(made)
     if stored is not None:
         configured().replace(key, data, label)
@@ -202,7 +202,7 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     limit = settings().tuning_seconds
     with _measuring:
         if _spent.seconds >= limit:
-            _spent.once(
+            _spent.warn_once(
                 "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
                 "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
                 "sets the limit; what was measured is in the plan cache",
@@ -224,7 +224,7 @@ def _wait(device: compat.Device) -> float:
     began = time.perf_counter()
     patience = max(_LEAST_PATIENCE, min(_PATIENCE, _ALL_PATIENCE - _spent.waited))
     try:
-        _apart(lambda: idle(device), patience)
+        _in_thread(lambda: idle(device), patience)
     finally:
         waited = time.perf_counter() - began
         _spent.waited += waited
@@ -245,11 +245,11 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     try:
         device = _device(site)
         began += _wait(device)
-        bench = made = _apart(lambda: Bench(spec, site, device, xla))
+        bench = made = _in_thread(lambda: Bench(spec, site, device, xla))
         ways = ways or first_ways(spec, site, name, xla)
         if not ways:
             return Outcome(level)
-        trials = _apart(lambda: made.trials(ways))
+        trials = _in_thread(lambda: made.trials(ways))
         timed = {i: trial.seconds for i, trial in enumerate(trials) if not trial.note}
         more = other_engines(site, name, ways, timed)
         for _ in range(_BATCHES[level]):
@@ -260,7 +260,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
             try:
                 if not (batch := [*itertools.islice(more, _BATCH)]):
                     break
-                found = _apart(lambda b=batch: made.trials(b))
+                found = _in_thread(lambda b=batch: made.trials(b))
             except Exception as error:  # what was measured so far stands
                 log.debug("%s: other engines are not measured: %s", name, error)
                 break
@@ -268,7 +268,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
             if level != FULL and _fastest(trials) == best:
                 break
     except TimeoutError as error:
-        _spent.once(
+        _spent.warn_once(
             "%s: not measured, because the GPU was busy; the measurements that ship with jax_cudnn "
             "decide",
             name,
@@ -338,7 +338,7 @@ def _device(site: CudaDevice) -> compat.Device:
     return next(device for device in local if device.local_hardware_id == site.ordinal)
 
 
-def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
+def _in_thread(work: Callable[[], V], seconds: float | None = None) -> V:
     """The result of work in a thread of its own, which no trace of the caller reaches, under JAX's
     usual settings; TimeoutError after so many seconds."""
     future: Future[V] = Future()

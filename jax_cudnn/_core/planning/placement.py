@@ -67,11 +67,11 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
     """
     strict = spec.options.implementation == CUDNN
     if spec.has_float64:
-        asked = "implementation='cudnn'" if strict else "the engine"
+        option = "implementation='cudnn'" if strict else "the engine"
         raise UnsupportedGraphError(
             f"{name}: cuDNN does not compute in float64",
             why=FLOAT64,
-            fix=f"leave out {asked}: then XLA runs the graph; or cast to float32",
+            fix=f"leave out {option}: then XLA runs the graph; or cast to float32",
             graph=str(spec),
         )
     # An engine is one of the whole graph: of a part it would be another.
@@ -94,14 +94,13 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
 def cut(spec: GraphSpec, site: Site, name: str, losing: bool = False) -> Segments:
     """The segments of a graph in which cuDNN runs what it supports; with ``losing``, also patterns
     for which XLA measured faster."""
-    apart = _why_pairs_run_in_xla(spec, losing, site, name)
-    return _cut(spec, losing, apart, site, name)
+    return _cut(spec, losing, _why_pairs_run_in_xla(spec, losing, site, name), site, name)
 
 
-def _cut(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
+def _cut(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: str) -> Segments:
     canonical = spec.for_planning.canonical()
-    key = canonical, losing, apart, planner.identity(site)
-    found = _cuts.get(key, lambda: _split(canonical, losing, apart, site, name))
+    key = canonical, losing, paired_reason, planner.identity(site)
+    found = _cuts.get(key, lambda: _split(canonical, losing, paired_reason, site, name))
     return tuple(PlannedSegment(part(spec, s.calls), s.calls, s.plan, s.reason) for s in found)
 
 
@@ -145,16 +144,16 @@ def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
             )
 
 
-def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
+def _split(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: str) -> Segments:
     """From the disk, or searched and left there for other processes."""
     sm_version = model(site)[1]
     known_losses = "" if losing else f"{zlib.crc32(losses.key(sm_version).encode())}"
-    asked = f"losing={losing!r}, apart={apart!r}"
-    key = key_text("split", spec, planner.identity(site), known_losses, asked)
+    options = f"losing={losing!r}, apart={paired_reason!r}"
+    key = key_text("split", spec, planner.identity(site), known_losses, options)
 
     def plan_of(piece: GraphSpec) -> ExecutionPlan | Refusal:
-        if apart and piece.is_paired:
-            return Refusal(apart)
+        if paired_reason and piece.is_paired:
+            return Refusal(paired_reason)
         loss = None if losing else losses.loss(piece, sm_version)
         if loss is not None:
             return Refusal(str(loss), final=True)

@@ -18,7 +18,7 @@ from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph.boundary import wire
 from ..graph.spec import GraphSpec
 from ..package import fingerprint
-from . import build, choice, frontend, listing, progress
+from . import build, choice, frontend, progress
 from . import unsupported as failure
 from .build import Candidate
 from .deviceless import client
@@ -133,8 +133,8 @@ def _seconds(spec: GraphSpec) -> float:
 
 def _list(spec: GraphSpec, site: Site) -> tuple[Candidate, ...]:
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda fresh: listing.list_for(spec, site))
-    worker = "jax_cudnn._core.planning.listing:list_for"
+        return failure.twice(lambda fresh: build.list_for(spec, site))
+    worker = "jax_cudnn._core.planning.build:list_for"
     return failure.twice(functools.partial(client.call, worker, spec, site))
 
 

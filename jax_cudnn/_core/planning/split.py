@@ -103,7 +103,7 @@ class _Search:
         sets = self._sets = CallSets(self._spec)
         self._answers: dict[int, ExecutionPlan | Refusal] = {sets.all: answer}
         taken: dict[int, ExecutionPlan] = {}
-        free = sets.all & ~sets.leftover
+        free = sets.all & ~sets.xla_only
         for position in members(sets.anchors):
             anchor = 1 << position
             if anchor & free:
@@ -162,12 +162,12 @@ class _Search:
     def _reason(self, group: int) -> str:
         """Why XLA runs these calls: a final answer, or that for the smallest part that was tried
         with some of them."""
-        own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
+        own = [self._spec.calls[i] for i in members(group & self._sets.xla_only)]
         said = [*dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own)]
         near = [
             (not answer.final, calls.bit_count(), calls, answer.reason)
             for calls, answer in self._answers.items()
-            if isinstance(answer, Refusal) and calls & group & ~self._sets.leftover
+            if isinstance(answer, Refusal) and calls & group & ~self._sets.xla_only
         ]
         if own and not (near and group & self._sets.anchors):
             return "; ".join(said)

@@ -99,10 +99,10 @@ def need(holds: object, field: str, expected: object, got: object) -> None:
 
 def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
     """The segments of a graph as stored; an exception for anything else."""
-    rows = tuple((tuple(calls), leftover, reason) for calls, leftover, reason in value["segments"])
-    for _, leftover, reason in rows:
-        typed = isinstance(leftover, bool) and isinstance(reason, str)
-        need(typed, "segments", "positions, a boolean, a text", (leftover, reason))
+    rows = tuple((tuple(calls), in_xla, reason) for calls, in_xla, reason in value["segments"])
+    for _, in_xla, reason in rows:
+        typed = isinstance(in_xla, bool) and isinstance(reason, str)
+        need(typed, "segments", "positions, a boolean, a text", (in_xla, reason))
     _check_order(spec, [calls for calls, _, _ in rows])
     return rows
 

@@ -104,7 +104,7 @@ def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
     found: dict[str, GraphSpec] = {}
     for name, spec in named.items():
         sets = CallSets(spec)
-        groups = [g for g in sets.in_order([], sets.leftover) if not g & sets.leftover]
+        groups = [g for g in sets.in_order([], sets.xla_only) if not g & sets.xla_only]
         for piece in [part(spec, members(group)) for group in groups] or [spec]:
             found[_unused(name, found)] = piece
     return found

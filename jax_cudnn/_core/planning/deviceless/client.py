@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
+import multiprocessing
 import os
 import pickle
-import select
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from . import process
 log = logging.getLogger("jax_cudnn")
 
 _TAIL = 4096  # bytes of the worker's output in an error
-_TOLD, _IDLE = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
+_WARNED, _STUCK = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
 
 _condition = threading.Condition()  # guards the four below
 _calls = 0  # that run, or start a worker
@@ -53,7 +52,7 @@ def call(
     or does not run (stopped, or in a deadlock), ``LibraryError`` where a part of it is missing.
     After that, the next call starts a new worker.
     """
-    request = process.pack((function, args, kwargs))
+    request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
     with _worker(fresh) as (worker, began):
         try:
             answer = worker.ask(request, began + timeout)
@@ -149,17 +148,17 @@ def _unpack(answer: bytes) -> Any:
 
 
 class _Worker:
-    """The subprocess, our end of its socket, and the file that takes its output."""
+    """The subprocess, our end of its connection, and the file that takes its output."""
 
     def __init__(self) -> None:
         interpreter = [process.python(), "-P", "-X", "faulthandler"]
         module = ["-m", "jax_cudnn._core.planning.deviceless.worker"]
         self.ready = self.stopped = False
+        self.thread: threading.Thread | None = None
         # A file, not a pipe: the worker never waits for a reader. It appends, so that we can
         # empty the file.
         self.log = tempfile.TemporaryFile("a+b")
-        self.connection, theirs = socket.socketpair()
-        self.connection.setblocking(False)  # ``_wait`` waits
+        self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self.process = subprocess.Popen(
                 [*interpreter, *module, str(theirs.fileno()), str(process.null_driver())],
@@ -173,39 +172,46 @@ class _Worker:
         _started.append(self)
 
     def ask(self, request: bytes, deadline: float) -> bytes:
-        wait = functools.partial(self._wait, deadline)
-        if not self.ready:
-            _unpack(process.receive(self.connection, wait))
-            self.ready = True
-        self.log.truncate(0)
-        process.send(self.connection, request, wait)
-        return process.receive(self.connection, wait)
-
-    def _wait(self, deadline: float, event: int) -> None:
-        """Until the socket has an event; TimeoutError after the deadline, or before if the worker
-        does not run.
+        """Its answer to a request; TimeoutError after the deadline, or before if the worker does
+        not run.
 
         Its use of the CPU is what shows that it runs: cuDNN's frontend holds Python's lock, so
         that no thread of the worker could tell. Seconds are counted, not measured: where this
         process was stopped, too, nothing is wrong with the worker.
         """
-        poll, idle, used = select.poll(), 0, ""
-        poll.register(self.connection, event)
+        answer: Future[bytes] = Future()
+        self.thread = threading.Thread(target=self._talk, args=(request, answer), daemon=True)
+        self.thread.start()
+        idle, used = 0, ""
         while (left := deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * min(1.0, left)):
-                return
+            if wait([answer], min(1.0, left)).done:
+                return answer.result()
             before, used = used, self._cpu()
             idle = idle + 1 if used and used == before else 0
-            if idle == _TOLD:
+            if idle == _WARNED:
                 log.warning(
                     "the planning worker (process %d) has not run for %d s; it is ended after %d s",
                     self.process.pid,
                     idle,
-                    _IDLE,
+                    _STUCK,
                 )
-            if idle >= _IDLE:
+            if idle >= _STUCK:
                 raise TimeoutError(f"did not run for {idle} s")
         raise TimeoutError
+
+    def _talk(self, request: bytes, answer: Future[bytes]) -> None:
+        """In a thread, as a worker that is stopped blocks what is sent, and a part of an answer."""
+        try:
+            if not self.ready:
+                _unpack(self.connection.recv_bytes())
+                self.ready = True
+            self.log.truncate(0)
+            self.connection.send_bytes(request)
+            answer.set_result(self.connection.recv_bytes())
+        except OSError as error:
+            answer.set_exception(EOFError(str(error)))
+        except BaseException as error:
+            answer.set_exception(error)
 
     def _cpu(self) -> str:
         """How much it has used the CPU, as the kernel says; empty where that is not known."""
@@ -233,6 +239,8 @@ class _Worker:
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for a disk for long
             self.process.wait(10)
+        if self.thread is not None:
+            self.thread.join(10)  # it reads no other file that gets the same number
         self._close()
 
     def forget(self) -> None:
