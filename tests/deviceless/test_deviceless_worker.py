@@ -25,9 +25,6 @@ from jax_cudnn._core.planning.deviceless import (
     client,
     profiles,
 )
-from jax_cudnn._core.planning.deviceless import (
-    process as environment,
-)
 
 # The worker imports this file under this name; it gets our sys.path.
 HERE = "test_deviceless_worker"
@@ -111,14 +108,14 @@ def test_profile_of_ones_own(tmp_path):
 def test_missing_parts(monkeypatch, tmp_path):
     for module, name, value, words in (
         (sys, "executable", "/opt/blender/blender", "interpreter"),
-        (environment, "null_driver", lambda: tmp_path / "none.so", "null driver"),
+        (client, "null_driver", lambda: tmp_path / "none.so", "null driver"),
         (importlib.util, "find_spec", lambda name: None, r"jax-cudnn\[cuda12\]"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(environment, "null_driver", lambda: Path(__file__))
+            patch.setattr(client, "null_driver", lambda: Path(__file__))
             patch.setattr(module, name, value)
             with pytest.raises(errors.LibraryError, match=words):
-                environment.check() if name != "executable" else environment.python()
+                client.check() if name != "executable" else client.python()
 
 
 @deviceless

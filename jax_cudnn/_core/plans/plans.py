@@ -20,13 +20,15 @@ from ..planning import progress
 from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 from ..planning.deviceless.profiles import Profile
+from ..planning.planner import Site
 from ..text import aligned, shape
 from .collect import Graphs, advised, graphs, in_jaxpr, is_sharded
 from .plan import Plan
 
 # GPUs to plan for: by name, profiles or GPUs of this process; and as users give them.
-Sites = dict[str, Profile | CudaDevice]
+Sites = dict[str, Site]
 Gpus = str | Profile | Device | Iterable[str | Profile | Device]
+_DEFAULT = ""
 _HEADER = ("graph", "operands", "runs on", "MB", "roofline us")
 
 
@@ -69,8 +71,8 @@ def plan(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
     """
-    chosen = None if gpus is None else sites_of(gpus)
-    traced = traced_on(fn, args, static, chosen)
+    sites = {_DEFAULT: None} if gpus is None else sites_of(gpus)
+    traced = traced_on(fn, args, static, sites)
     for found in traced.values():
         if len(found) > 1:
             raise GraphError(
@@ -79,10 +81,8 @@ def plan(
                 got=", ".join(found),
                 fix="jax_cudnn.plans gives the plans of all",
             )
-    made = _plans(traced, chosen)
-    if isinstance(made, Plans):
-        return next(iter(made.values()))
-    return ByGpu({gpu: next(iter(plans.values())) for gpu, plans in made.items()})
+    made = ByGpu({gpu: next(iter(plans.values())) for gpu, plans in _plans(traced, sites).items()})
+    return made[_DEFAULT] if gpus is None else made
 
 
 @overload
@@ -115,38 +115,35 @@ def plans(
         >>> with jc.target("H200"):
         ...     print(jc.plans(jax.grad(lambda x: relu(x).sum()), x))          # doctest: +SKIP
     """
-    chosen = None if gpus is None else sites_of(gpus)
-    return _plans(traced_on(fn, args, static, chosen), chosen)
+    sites = {_DEFAULT: None} if gpus is None else sites_of(gpus)
+    made = _plans(traced_on(fn, args, static, sites), sites)
+    return made[_DEFAULT] if gpus is None else made
 
 
 def traced_on(
-    fn: Callable[..., Any], args: Any, static: Any, chosen: Sites | None
+    fn: Callable[..., Any], args: Any, static: Any, sites: Mapping[str, Site | None]
 ) -> dict[str, Graphs]:
     """The graphs of a function by GPU; it is traced for each, as it may depend on the target."""
     found: dict[str, Graphs] = {}
-    for gpu, site in (chosen or {"": None}).items():
+    for gpu, site in sites.items():
         target = context.target(site) if isinstance(site, Profile) else contextlib.nullcontext()
         with target:
             found[gpu] = graphs(fn, args, static)
     return found
 
 
-def _plans(traced: Mapping[str, Graphs], chosen: Sites | None) -> Plans | dict[str, Plans]:
-    """The plans of graphs by GPU, on chosen GPUs or the default one."""
+def _plans(traced: Mapping[str, Graphs], sites: Mapping[str, Site | None]) -> ByGpu:
+    """The plans of graphs by GPU."""
+    made = ByGpu()
     with progress.counted(sum(map(len, traced.values()))) as program:
-
-        def planned(found: Graphs, site: Profile | CudaDevice | None) -> Plans:
-            made = Plans()
-            made.notes, made.calls = found.notes, found.calls
+        for gpu, found in traced.items():
+            plans = made[gpu] = Plans()
+            plans.notes, plans.calls = found.notes, found.calls
             for name, spec in found.items():
-                with program.graph():
-                    there = site or context.site(default_devices(), name)
-                    made[name] = Plan.of(place(spec, there, name))
-            return made
-
-        if chosen is None:
-            return planned(traced[""], None)
-        return ByGpu({gpu: planned(traced[gpu], site) for gpu, site in chosen.items()})
+                site = sites[gpu] or context.site(default_devices(), name)
+                plans[name] = Plan.of(place(spec, site, name))
+                program.done += 1
+    return made
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -333,7 +330,7 @@ def where(plan: Plan) -> str:
     return " + ".join(filter(None, (cudnn, xla)))
 
 
-def _figures(specs: Sequence[GraphSpec], site: Profile | CudaDevice | None) -> tuple[str, str]:
+def _figures(specs: Sequence[GraphSpec], site: Site | None) -> tuple[str, str]:
     seconds = [roofline(spec, site) for spec in specs]
     known = [s * 1e6 for s in seconds if s is not None]
     moved = sum(cost(spec).bytes for spec in specs) / 1e6

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,8 +25,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from ...errors import JaxCudnnError, PlanningWorkerError
-from . import process
+from ...errors import JaxCudnnError, LibraryError, PlanningWorkerError
+from ...package import install, packaged_library
 
 log = logging.getLogger("jax_cudnn")
 
@@ -119,7 +121,7 @@ def _worker(fresh: bool) -> Iterator[tuple[_Worker, float]]:
 
 
 def _start() -> _Worker:
-    process.check()
+    check()
     try:
         return _Worker()
     except OSError as error:
@@ -151,7 +153,7 @@ class _Worker:
     """The subprocess, our end of its connection, and the file that takes its output."""
 
     def __init__(self) -> None:
-        interpreter = [process.python(), "-P", "-X", "faulthandler"]
+        interpreter = [python(), "-P", "-X", "faulthandler"]
         module = ["-m", "jax_cudnn._core.planning.deviceless.worker"]
         self.ready = self.stopped = False
         self.thread: threading.Thread | None = None
@@ -161,12 +163,12 @@ class _Worker:
         self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [*interpreter, *module, str(theirs.fileno()), str(process.null_driver())],
+                [*interpreter, *module, str(theirs.fileno()), str(null_driver())],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
                 pass_fds=[theirs.fileno()],
-                env=process.variables(),
+                env=variables(),
                 start_new_session=True,  # Ctrl-C is for us; we then stop the worker
             )
         _started.append(self)
@@ -287,3 +289,74 @@ def _exit() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_exit)
+
+
+# -- what a worker needs to start ------------------------------------------------------------------
+
+
+def null_driver() -> Path:
+    """The stand-in for libcuda.so.1."""
+    return packaged_library("libjax_cudnn_null_driver.so")
+
+
+def check() -> None:
+    """Raises ``LibraryError`` if planning without a GPU cannot work here."""
+    if not sys.platform.startswith("linux"):
+        raise LibraryError(
+            "planning without a GPU needs Linux",
+            got=sys.platform,
+            why="it replaces libcuda.so.1, which cuDNN's runtime-compiled engines need",
+            fix="lower the program on Linux",
+        )
+    if not null_driver().is_file():
+        raise LibraryError(
+            "the null driver is missing",
+            expected=str(null_driver()),
+            why="this installation of jax_cudnn has no compiled libraries",
+            fix="install jax-cudnn from a wheel, or build it: pip install .",
+        )
+    if importlib.util.find_spec("cudnn") is None:
+        raise LibraryError(
+            "the Python frontend of cuDNN is not installed",
+            expected="the module `cudnn` of nvidia-cudnn-frontend",
+            fix="pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: "
+            + install("cuda12", "cuda13"),
+        )
+
+
+def python() -> str:
+    """The interpreter for the worker; LibraryError for an embedded Python, which has none."""
+    executable = sys.executable or ""
+    if "python" not in Path(executable).name.lower() or getattr(sys, "frozen", False):
+        raise LibraryError(
+            "planning without a GPU needs a Python interpreter",
+            expected="sys.executable to be a Python interpreter",
+            got=repr(executable),
+            why="planning runs in a subprocess, and this Python is embedded in another program",
+            fix="set sys.executable to the Python interpreter of this environment",
+        )
+    return executable
+
+
+def variables() -> dict[str, str]:
+    """The worker's environment: no GPU, this process's ``sys.path``, CUDA's wheels."""
+    # The same order as in the frontend: the user's LD_LIBRARY_PATH, then the wheels.
+    libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *wheel_folders()) if path]
+    paths = [os.path.abspath(path) for path in sys.path if os.pathsep not in path]
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def wheel_folders() -> list[str]:
+    """``nvidia/<library>/lib`` (CUDA 12's wheels) and ``nvidia/cu13/lib`` (CUDA 13's).
+
+    cuDNN's libraries have an RPATH to their neighbours; this is for wheels in several places.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec is not None else None
+    return [str(path) for root in roots or () for path in sorted(Path(root).glob("*/lib"))]
