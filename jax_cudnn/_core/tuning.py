@@ -101,9 +101,7 @@ def outcome(
     taken = dict(WAYS.value).get(canonical, found.taken)
     if taken is None:
         segments = strict_reference(spec, found)
-    else:
-        segments = segments_of(found.ways[taken], spec, site, name)
-    if segments is None:
+    elif (segments := segments_of(found.ways[taken], spec, site, name)) is None:
         return None
     ways = enumerate(found.ways)
     return segments, tuple(Measured(w.what, w.seconds, w.note, i == taken) for i, w in ways)
@@ -258,14 +256,13 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
                 break
             best = _fastest(trials)
             try:
-                if not (batch := [*itertools.islice(more, _BATCH)]):
-                    break
-                found = _in_thread(lambda b=batch: made.trials(b))
+                batch = [*itertools.islice(more, _BATCH)]
+                found = _in_thread(lambda b=batch: made.trials(b)) if batch else []
             except Exception as error:  # what was measured so far stands
                 log.debug("%s: other engines are not measured: %s", name, error)
                 break
             ways, trials = ways + batch, trials + found
-            if level != FULL and _fastest(trials) == best:
+            if not batch or (level != FULL and _fastest(trials) == best):
                 break
     except TimeoutError as error:
         _spent.warn_once(

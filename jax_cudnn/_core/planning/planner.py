@@ -9,9 +9,9 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
@@ -32,6 +32,7 @@ from .unsupported import unsupported
 log = logging.getLogger("jax_cudnn")
 
 Site = Profile | CudaDevice
+V = TypeVar("V")
 _plans: SingleFlight[ExecutionPlan | UnsupportedGraphError] = SingleFlight(1 << 14)
 _listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 
@@ -60,7 +61,7 @@ def candidates(spec: GraphSpec, site: Site, name: str) -> tuple[Candidate, ...]:
     free = replace(spec, options=replace(spec.options, engine=None, knobs=()))
     with _named(spec, site, name):
         key = _planned(free).canonical().unvalued()
-        return _listed.get((key, identity(site)), lambda: _list(key, site))
+        return _listed.get((key, identity(site)), lambda: at(site, build.list_for, key, site))
 
 
 @contextlib.contextmanager
@@ -117,25 +118,23 @@ def _obtain(spec: GraphSpec, site: Site, name: str) -> ExecutionPlan | Unsupport
     return keep(key, made, made.to_json(), read, label)
 
 
-def _build(spec: GraphSpec, site: Site) -> ExecutionPlan:
+def at(site: Site, function: Callable[..., V], *args: Any, timeout: float = 600.0) -> V:
+    """The result of a function that drives cuDNN's frontend for a GPU: here if the GPU is of this
+    process, else in the deviceless worker; twice where it fails in a way that may pass."""
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda fresh: build.build_for(spec, site))
-    worker = "jax_cudnn._core.planning.build:build_for"
-    limit = _seconds(spec)
-    return failure.twice(functools.partial(client.call, worker, spec, site, timeout=limit))
+        return failure.twice(lambda fresh: function(*args))
+    name = f"{function.__module__}:{function.__name__}"
+    return failure.twice(functools.partial(client.call, name, *args, timeout=timeout))
+
+
+def _build(spec: GraphSpec, site: Site) -> ExecutionPlan:
+    return at(site, build.build_for, spec, site, timeout=_seconds(spec))
 
 
 def _seconds(spec: GraphSpec) -> float:
     """How long one attempt in the worker may take: 10 to 100 times what it took on two cores that
     had other work, too."""
     return min(300.0, 60.0 + sum(60.0 if call.node.anchor else 10.0 for call in spec.calls))
-
-
-def _list(spec: GraphSpec, site: Site) -> tuple[Candidate, ...]:
-    if isinstance(site, CudaDevice):
-        return failure.twice(lambda fresh: build.list_for(spec, site))
-    worker = "jax_cudnn._core.planning.build:list_for"
-    return failure.twice(functools.partial(client.call, worker, spec, site))
 
 
 @functools.cache
@@ -146,8 +145,7 @@ def identity(site: Site) -> str:
         properties = failure.twice(lambda fresh: site.properties(frontend.load()))
         return _text("by handle", properties, frontend.identity())
     # The profile's name and source make no difference to cuDNN.
-    worker = "jax_cudnn._core.planning.frontend:identity"
-    libraries = failure.twice(functools.partial(client.call, worker))
+    libraries = at(site, frontend.identity)
     return _text("without the GPU", site.properties_json, libraries, SM=site.sm_version)
 
 

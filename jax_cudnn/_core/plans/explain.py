@@ -21,9 +21,10 @@ from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
 from ..partition import GATHERED
-from ..planning import frontend, losses
+from ..planning import losses
 from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
+from ..planning.placement import model
 from ..planning.planned_graph import XLA, PlannedSegment
 from ..text import aligned, microseconds, shape, size, wrapped
 from .picture import Picture, taken
@@ -230,23 +231,17 @@ def _measured(plan: Plan, segment: PlannedSegment) -> bool:
     """Whether XLA runs a segment because it measured faster."""
     if plan.measured:
         return any(way.seconds is not None and way.what != XLA for way in plan.measured)
-    return plan.site is not None and losses.loss(segment.spec, _version(plan)) is not None
+    return plan.site is not None and losses.loss(segment.spec, model(plan.site)[1]) is not None
 
 
 def _predicted(plan: Plan) -> dict[str, Any] | None:
     """What the measurements that ship with the package say of a graph that was not measured."""
     if plan.measured or plan.site is None:
         return None
-    near = losses.nearest(plan.spec, _version(plan))
+    near = losses.nearest(plan.spec, model(plan.site)[1])
     if near is None or not near.near:
         return None
     return {"xla_over_cudnn": near.ratio, "cases": [*near.cases], "device": near.device}
-
-
-def _version(plan: Plan) -> int:
-    site = plan.site
-    assert site is not None
-    return site.sm_version if isinstance(site, Profile) else site.model(frontend.load())[1]
 
 
 # -- for people ------------------------------------------------------------------------------------

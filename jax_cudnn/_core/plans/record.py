@@ -107,7 +107,8 @@ def loaded(content: bytes, cls: type[P]) -> P:
         name, gpu, implementation = (found[key] for key in ("name", "gpu", "implementation"))
         plan = checked(cls(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
         written = {**data(plan), "jax_cudnn": found["jax_cudnn"]}
-        need(_text(written) == _text(found), "the bytes", "those of this plan", "others")
+        same = json.dumps(written, sort_keys=True) == json.dumps(found, sort_keys=True)
+        need(same, "the bytes", "those of this plan", "others")
         need(implementation in IMPLEMENTATIONS, "implementation", IMPLEMENTATIONS, implementation)
         str(explain(plan))
     except Exception as error:  # anything may stand there
@@ -160,10 +161,6 @@ def _check_graph(spec: Any) -> None:
     need({*spec.origin.residuals} <= {*spec.outputs}, "residuals", spec.outputs, spec.origin)
     for member in spec.origin.family:
         _check_graph(member)
-
-
-def _text(plan: dict[str, Any]) -> str:
-    return json.dumps(plan, sort_keys=True)
 
 
 def _no_plan(got: str) -> GraphError:

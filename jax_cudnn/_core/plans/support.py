@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from ..cuda import CudaDevice
 from ..errors import UnsupportedGraphError
 from ..graph.spec import GraphSpec
 from ..planning import frontend, planner
-from ..planning import unsupported as failure
 from ..planning.deviceless import client, profiles
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA
@@ -112,10 +110,8 @@ def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> Su
 
 
 def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
-    if any(isinstance(site, Profile) for site in gpus.values()):
-        worker = "jax_cudnn._core.planning.frontend:versions"
-        return failure.twice(functools.partial(client.call, worker))
-    return frontend.versions()
+    sites = sorted(gpus.values(), key=lambda site: isinstance(site, CudaDevice))
+    return planner.at(sites[0], frontend.versions)  # that of a profile's worker, if there is one
 
 
 def shipped() -> Sites:

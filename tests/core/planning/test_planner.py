@@ -221,10 +221,11 @@ def test_what_fails_ahead_is_told_for_its_function_when_its_turn_comes(monkeypat
 
 
 def test_an_interrupt_drops_the_graphs_that_wait(monkeypatch, cores):
-    begun = []
+    begun, two = [], threading.Barrier(3)
 
     def build(spec, site):
         begun.append(spec)
+        two.wait(60)
         time.sleep(0.3)
         return PLAN
 
@@ -232,6 +233,7 @@ def test_an_interrupt_drops_the_graphs_that_wait(monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
 
     def interrupted(futures):
+        two.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(placement, "wait", interrupted)
