@@ -127,7 +127,7 @@ FLOORS = {
     "transformations": "transforms transforms.*",
     "stores": "store store.* job job.*",
     "planning": "context planning planning.*",
-    "running": "ffi lowering execution agreement operands trials ways candidates cuda_graphs "
+    "running": "ffi lowering execution agreement operands trials candidates cuda_graphs "
     "tuning auto",
     "sharding": "sharding sharding.* partition",
     "tracing": "registrations graph.trace",

@@ -1,7 +1,7 @@
 """The measured choice: on the GPU of the process, the ways to run a graph that is new are run in
 turns, and the fastest right one is taken.
 
-The ways are those of :mod:`.ways`. The outcome is kept in the plan cache, so a second process
+The ways are those of :mod:`.placement`. The outcome is kept in the plan cache, so a second process
 measures nothing.
 """
 
@@ -38,7 +38,6 @@ from .store.cache import configured
 from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
 from .user_context import AUTO, WAYS
-from .ways import first_ways, other_engines, segments_of, strict_reference, title_of, uses_cudnn
 
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
@@ -100,8 +99,8 @@ def outcome(
         return None
     taken = dict(WAYS.value).get(canonical, found.taken)
     if taken is None:
-        segments = strict_reference(spec, found)
-    elif (segments := segments_of(found.ways[taken], spec, site, name)) is None:
+        segments = placement.strict_reference(spec, found)
+    elif (segments := placement.segments_of(found.ways[taken], spec, site, name)) is None:
         return None
     ways = enumerate(found.ways)
     return segments, tuple(Measured(w.what, w.seconds, w.note, i == taken) for i, w in ways)
@@ -173,7 +172,7 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
     if stored is not None:
         enough = stored.step or now.tuning in (FAST, stored.level)  # "full" measures more
         taken = None if stored.taken is None else stored.ways[stored.taken]
-        if taken is not None and segments_of(taken, spec, site, name) is None:
+        if taken is not None and placement.segments_of(taken, spec, site, name) is None:
             configured().discard(key, "cuDNN has no such plan any more")
             stored = None
         elif enough:
@@ -236,7 +235,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
     refused = bool(known_reasons(wire(spec)))
-    ways = first_ways(spec, site, name, xla) if refused else []
+    ways = placement.first_ways(spec, site, name, xla) if refused else []
     if refused and not ways:
         return Outcome(level)
     bench = None
@@ -244,12 +243,12 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
         device = _device(site)
         began += _wait(device)
         bench = made = _in_thread(lambda: Bench(spec, site, device, xla))
-        ways = ways or first_ways(spec, site, name, xla)
+        ways = ways or placement.first_ways(spec, site, name, xla)
         if not ways:
             return Outcome(level)
         trials = _in_thread(lambda: made.trials(ways))
         timed = {i: trial.seconds for i, trial in enumerate(trials) if not trial.note}
-        more = other_engines(site, name, ways, timed)
+        more = placement.other_engines(site, name, ways, timed)
         for _ in range(_BATCHES[level]):
             needed = time.perf_counter() - began + _FOR_ENGINES
             if level != FULL and _spent.left() < needed:
@@ -292,7 +291,7 @@ def _chosen(
     spec: GraphSpec, name: str, ways: list[Segments], trials: list[Trial], level: str
 ) -> Outcome:
     """The outcome of trials: the fastest right way is taken."""
-    pairs = [*zip(map(title_of, ways), trials, strict=True)]
+    pairs = [*zip(map(placement.title_of, ways), trials, strict=True)]
     for what, trial in pairs:
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
@@ -311,7 +310,7 @@ def _chosen(
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
         measured = f"measured: {timed}" if timed else ""
-        why = "" if uses_cudnn(way) else measured
+        why = "" if placement.uses_cudnn(way) else measured
         cut = measured if len(way) > 1 else ""
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
         made = Way(

@@ -40,7 +40,7 @@ MUTATIONS = {
     "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
     "a norm is not compared": ("_core/agreement.py", "right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)", "pass"),
     "integers may differ": ("_core/agreement.py", "if of.other:", "if False:"),
-    "XLA's faster form where no way is right": ("_core/ways.py", "return (replace(segment, strict=True),)", "return (segment,)"),
+    "XLA's faster form where no way is right": ("_core/planning/placement.py", "return (replace(segment, strict=True),)", "return (segment,)"),
     "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_APART * i)", "normal"),
     "a reference of NaN tells": ("_core/agreement.py", "if not of.told:", "if False:"),
     "a step explains a whole result": ("_core/agreement.py", "if floats and not moved.relative <= _MOST:", "if False:"),
