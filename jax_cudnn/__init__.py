@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # see _core/lazy.py
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
     from ._core.plans.explain import Report as Report
     from ._core.plans.explain import explain as explain
-    from ._core.plans.explanation import Explanation as Explanation
     from ._core.plans.picture import Picture as Picture
+    from ._core.plans.plan import Explanation as Explanation
     from ._core.plans.plan import Plan as Plan
     from ._core.plans.plans import plan as plan
     from ._core.plans.plans import plans as plans

@@ -14,7 +14,7 @@ HOMES = {
     "accelerate": "acceleration.api",
     "Candidate": "_core.planning.build",
     "Candidates": "_core.candidates",
-    "Explanation": "_core.plans.explanation",
+    "Explanation": "_core.plans.plan",
     "Graph": "interop.wrapper",
     "Picture": "_core.plans.picture",
     "Plan": "_core.plans.plan",

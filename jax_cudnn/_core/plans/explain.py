@@ -78,17 +78,14 @@ def explain(
     for name, plan in found.items():
         calls, note = found.calls.get(name, {}), found.notes.get(name, "")
         graphs.append(_graph(name, plan, calls, note))
-        changes += [
-            (nbytes * graphs[-1]["times"], name, why) for nbytes, why in _changes(plan, note)
-        ]
-    changes.sort(key=lambda change: -change[0])
+        for nbytes, why in _changes(plan, note):
+            changes.append({"bytes": nbytes * graphs[-1]["times"], "graph": name, "what": why})
+    changes.sort(key=lambda change: -change["bytes"])
     data = {
         "function": getattr(fn, "__name__", type(fn).__name__),
         "gpu": next(iter(found.values())).gpu,
         "graphs": graphs,
-        "changes": [
-            dict(zip(("bytes", "graph", "what"), change, strict=True)) for change in changes
-        ],
+        "changes": changes,
     }
     return Report(data, {name: Picture(plan) for name, plan in found.items()})
 

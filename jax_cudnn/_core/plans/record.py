@@ -20,7 +20,6 @@ from ..planning.planned_graph import PlannedGraph
 from ..planning.stored import need, row_of, said, segments_of
 from ..store.entry import Unusable, check_size, checksum, parsed
 from ..user_context import IMPLEMENTATIONS
-from .explanation import explain
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 2
@@ -110,7 +109,7 @@ def loaded(content: bytes, cls: type[P]) -> P:
         same = json.dumps(written, sort_keys=True) == json.dumps(found, sort_keys=True)
         need(same, "the bytes", "those of this plan", "others")
         need(implementation in IMPLEMENTATIONS, "implementation", IMPLEMENTATIONS, implementation)
-        str(explain(plan))
+        str(plan.explain())
     except Exception as error:  # anything may stand there
         raise GraphError(
             "this plan cannot be read",
