@@ -16,7 +16,7 @@ from cases import FUSIONS, Case  # tests/cases.py
 from jax_cudnn._core import auto
 from jax_cudnn._core.context import target
 from jax_cudnn._core.graph.trace import graph
-from jax_cudnn._core.plans.support import plan
+from jax_cudnn._core.plans.plans import plan
 from jax_cudnn._core.settings import configure, settings
 from jax_cudnn._core.store import cache
 from jax_cudnn.commands.timing import summary

@@ -11,8 +11,7 @@ from cases import Case, node_cases  # tests/cases.py
 
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning.deviceless import profiles
-from jax_cudnn._core.plans.support import shipped, survey
-from jax_cudnn._core.plans.support_value import PUBLIC, Support, SupportRow
+from jax_cudnn._core.plans.support import PUBLIC, Support, SupportRow, shipped, survey
 
 Line = tuple[str, ...]
 

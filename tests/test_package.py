@@ -25,9 +25,9 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
         assert not xla_bridge._backends
         loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
         assert not loaded & {"cudnn", "flax", "torch", "triton", "nvidia", "matplotlib"}, loaded
-        from jax_cudnn._core import later
-        assert not {f"jax_cudnn.{home}" for home in later.HOMES.values()} & {*sys.modules}
-        assert all(getattr(jc, name).__name__ == name for name in later.HOMES)
+        from jax_cudnn._core import lazy
+        assert not {f"jax_cudnn.{home}" for home in lazy.HOMES.values()} & {*sys.modules}
+        assert all(getattr(jc, name).__name__ == name for name in lazy.HOMES)
         assert not hasattr(jc, "nothing")
         relu = jc.graph(lambda g, x: g.relu(x), implementation="xla")
         jc.plan(relu, jax.ShapeDtypeStruct((8,), "float32"), gpus=["H200"])
@@ -118,16 +118,17 @@ def test_imports_flow_one_way():
 
 
 FLOORS = {
-    "values": "errors reasons compat mesh_compat cuda package settings user_context later graph "
-    "graph.dims graph.dtypes graph.options graph.planned graph.source graph.spec graph.promotion",
+    "values": "errors reasons compat mesh_compat cuda package settings user_context lazy text "
+    "graph graph.dims graph.dtypes graph.options graph.planned graph.source graph.spec "
+    "graph.promotion",
     "nodes": "graph.node graph.record",
     "graphs": "graph.layout graph.merging graph.boundary graph.tensor graph.arguments "
     "graph.builder graph.reference graph.xla_form graph.by_reference primitive",
     "transformations": "transforms transforms.*",
     "stores": "store store.* job job.*",
     "planning": "context planning planning.*",
-    "running": "ffi lowering execution agreement operands trials measuring ways cuda_graphs tuning "
-    "auto",
+    "running": "ffi lowering execution agreement operands trials candidates cuda_graphs "
+    "tuning auto",
     "sharding": "sharding sharding.* partition",
     "tracing": "registrations graph.trace",
     "plans": "plans plans.* inspection inspection.*",

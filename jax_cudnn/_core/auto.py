@@ -95,10 +95,7 @@ def place(
             gpu = placement.model(site)[0]
         except PlanningError as error:
             segments = _this_time(spec, error, name)
-    implementation = spec.options.implementation or AUTO
-    plan = PlannedGraph(name, gpu, implementation, spec, segments, site, measured)
-    several = len(segments) > 1
-    if several:
+    if several := len(segments) > 1:
         why = next((s.reason for s in segments if s.plan is not None), "")
         log.debug("%s: cut in %d segments: %s", name, len(segments), why)
     for s in segments:
@@ -106,7 +103,8 @@ def place(
             calls = ", ".join(call.name for call in s.spec.calls)
             who, why = ("XLA", s.reason) if s.plan is None else ("cuDNN", s.engine)
             log.debug("%s: %s runs %s: %s", name, who, calls, why)
-    return plan
+    implementation = spec.options.implementation or AUTO
+    return PlannedGraph(name, gpu, implementation, spec, segments, site, measured)
 
 
 def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> Segments:

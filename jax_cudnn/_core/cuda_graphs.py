@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from . import execution, ffi
+from . import candidates, execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
 from .graph.boundary import boundary, stored
 from .graph.layout import layout
 from .graph.merging import is_reread
 from .graph.spec import Tensor
-from .planning import selection
 
 if TYPE_CHECKING:
     from .planning.execution_plan import ExecutionPlan
@@ -158,7 +157,7 @@ def _check(plan: PlannedGraph) -> None:
     if NOTE not in own.behavior_notes:
         able = []
         if plan.site is not None:
-            rows = (row for row in selection.candidates(plan) if row.supported is not False)
+            rows = (row for row in candidates.candidates(plan) if row.supported is not False)
             able = [row.index for row in rows if NOTE in row.behavior_notes]
         raise UnsupportedGraphError(
             f"{plan.name}: cuDNN has no native CUDA graph of this engine",

@@ -61,7 +61,11 @@ def on_device(
     """The arrays on the GPU that will run the plan, after checking that they fit."""
     _check_arrays(plan, arrays)
     gpu = gpu_for(plan, arrays, device)
-    return [x if _lies_on(x, gpu) else jax.device_put(x, gpu) for x in arrays]
+
+    def lies_there(x: Any) -> bool:  # committed: others follow ``jax.default_device``
+        return isinstance(x, jax.Array) and x.committed and x.devices() == {gpu}
+
+    return [x if lies_there(x) else jax.device_put(x, gpu) for x in arrays]
 
 
 def gpu_for(
@@ -84,7 +88,8 @@ def gpu_for(
         )
     if device is None:
         used = {d: None for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-        local = [*used, *sorted(jax.local_devices(), key=lambda d: not _is_planned_on(plan, d))]
+        own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
+        local = [*used, *sorted(jax.local_devices(), key=lambda d: d.local_hardware_id != own)]
         device = next(filter(compat.is_cuda, local), None)
     if device is None or not compat.is_cuda(device):
         raise TargetError(
@@ -103,16 +108,6 @@ def gpu_for(
             fix="plan for this GPU: jax_cudnn.plan(fn, *args) outside jax_cudnn.target",
         )
     return device
-
-
-def _is_planned_on(plan: PlannedGraph, device: Device) -> bool:
-    own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
-    return compat.is_cuda(device) and device.local_hardware_id == own
-
-
-def _lies_on(array: Any, device: Device) -> bool:
-    """Whether an array is committed to a device; others follow ``jax.default_device``."""
-    return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 
 
 def _check_arrays(plan: PlannedGraph, arrays: Sequence[Any]) -> None:

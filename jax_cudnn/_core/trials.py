@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -68,6 +69,17 @@ class _Program:
         return self
 
 
+def in_turns(
+    runs: Sequence[Callable[[], float]], least: int, most: int, seconds: float
+) -> list[tuple[float, ...]]:
+    """What runs return, round by round: ``least`` rounds, and more for so long, up to ``most``."""
+    rounds: list[tuple[float, ...]] = []
+    end = time.perf_counter() + seconds
+    while len(rounds) < least or (len(rounds) < most and time.perf_counter() < end):
+        rounds.append(tuple(run() for run in runs))
+    return rounds
+
+
 class Bench:
     """One graph on one device: its operands, its reference's results, and the fastest program."""
 
@@ -77,43 +89,39 @@ class Bench:
         """Begins to compile what compares results, and ``xla``, the graph in XLA alone, if it is a
         way: XLA compiles in other threads while cuDNN plans. Raises MemoryError where the graph is
         too large to be measured beside what is in memory, and what the reference raises."""
-        try:
-            self._open(spec, site, device, xla)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(
-        self, spec: GraphSpec, site: CudaDevice, device: Device, xla: Segments | None
-    ) -> None:
-        self._spec = spec
-        sides = spec.input_tensors, spec.output_tensors
-        least = max(roofline(spec, site) or 0.0, 2e-6)
-        self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
-        if any(call.node.product for call in spec.calls):
-            self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
-        given, made = (sum(t.nbytes for t in side) for side in sides)
-        filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
-        self._room = int(_SHARE * _free(site, device)) - given - made - 2 * filler.nbytes
-        if (self._runs + 2) * made > self._room:  # with the reference's
-            raise MemoryError
-        self._device = device
-        # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
-        self._in, self._out = ([layout(spec).orders[t.name] for t in side] for side in sides)
-        self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
-        self._put(plain=False)
-        self._filler = jax.device_put(filler, device)
-        self._best: tuple[_Program, float] | None = None
-        reference = _Program.of(self._arranged(functools.partial(evaluate, spec)), *self._operands)
-        typed = functools.partial(
-            jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
-        )
-        results = [typed(x.shape, x.dtype) for x in reference.lowered.out_info]
-        figures = _Program.of(_figures, results, results)
-        # In the reference nothing is autotuned.
-        self._reference = self._pool.submit(reference.compile, {"xla_gpu_autotune_level": "0"})
-        self._figures = self._pool.submit(figures.compile)
-        self._xla = None if xla is None else self._begun(xla)
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            self._spec = spec
+            sides = spec.input_tensors, spec.output_tensors
+            least = max(roofline(spec, site) or 0.0, 2e-6)
+            self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
+            if any(call.node.product for call in spec.calls):
+                self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
+            given, made = (sum(t.nbytes for t in side) for side in sides)
+            filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
+            self._room = int(_SHARE * _free(site, device)) - given - made - 2 * filler.nbytes
+            if (self._runs + 2) * made > self._room:  # with the reference's
+                raise MemoryError
+            self._device = device
+            # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
+            self._in, self._out = ([layout(spec).orders[t.name] for t in side] for side in sides)
+            self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
+            self._put(plain=False)
+            self._filler = jax.device_put(filler, device)
+            self._best: tuple[_Program, float] | None = None
+            reference = _Program.of(
+                self._arranged(functools.partial(evaluate, spec)), *self._operands
+            )
+            typed = functools.partial(
+                jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
+            )
+            results = [typed(x.shape, x.dtype) for x in reference.lowered.out_info]
+            figures = _Program.of(_figures, results, results)
+            # In the reference nothing is autotuned.
+            self._reference = self._pool.submit(reference.compile, {"xla_gpu_autotune_level": "0"})
+            self._figures = self._pool.submit(figures.compile)
+            self._xla = None if xla is None else self._begun(xla)
+            failing.pop_all()
 
     def _put(self, plain: bool) -> None:
         """Puts operands onto the device."""

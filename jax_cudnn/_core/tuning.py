@@ -1,7 +1,7 @@
 """The measured choice: on the GPU of the process, the ways to run a graph that is new are run in
 turns, and the fastest right one is taken.
 
-The ways are those of :mod:`.ways`. The outcome is kept in the plan cache, so a second process
+The ways are those of :mod:`.placement`. The outcome is kept in the plan cache, so a second process
 measures nothing.
 """
 
@@ -32,13 +32,12 @@ from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, Outcome, Segments, Way
 from .planning.single_flight import SingleFlight
 from .planning.split import whole
-from .planning.stored import choice_of, key_text
+from .planning.stored import choice_of, keep, kept, key_text
 from .settings import FAST, FULL, OFF, settings
-from .store import cache
+from .store.cache import configured
 from .store.entry import STEPS, digest
 from .trials import Bench, Trial, idle
 from .user_context import AUTO, WAYS
-from .ways import first_ways, other_engines, segments_of, strict_reference, title_of, uses_cudnn
 
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
@@ -60,15 +59,15 @@ class _Spent:
     seconds: float = 0.0
     graphs: int = 0
     waited: float = 0.0
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def left(self) -> float:
         """Seconds that "fast" may take for the next graph."""
         return min((self.graphs + 1) * _AVERAGE - self.seconds, 4 * _AVERAGE)
 
-    def once(self, message: str, *args: Any) -> None:
-        if message not in self.told:
-            self.told.add(message)
+    def warn_once(self, message: str, *args: Any) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
             log.warning(message, *args)
 
 
@@ -100,10 +99,8 @@ def outcome(
         return None
     taken = dict(WAYS.value).get(canonical, found.taken)
     if taken is None:
-        segments = strict_reference(spec, found)
-    else:
-        segments = segments_of(found.ways[taken], spec, site, name)
-    if segments is None:
+        segments = placement.strict_reference(spec, found)
+    elif (segments := placement.segments_of(found.ways[taken], spec, site, name)) is None:
         return None
     ways = enumerate(found.ways)
     return segments, tuple(Measured(w.what, w.seconds, w.note, i == taken) for i, w in ways)
@@ -127,8 +124,8 @@ def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> N
     key, taken = _key(spec, site), found.ways[way]
     parts = [(calls, in_xla) for calls, in_xla, _ in taken.segments]
     _steps[digest(key)] = digest(repr((parts, taken.pinned)))
-    cache.update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
-    cache.replace(key, asdict(found), label=f"{spec.label}; measured in a step")
+    configured().update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
+    configured().replace(key, asdict(found), label=f"{spec.label}; measured in a step")
 
 
 def steps() -> str:
@@ -136,7 +133,7 @@ def steps() -> str:
     is partitioned, after it is lowered. Empty in a job, whose processes must lower equal texts."""
     if jax.process_count() > 1:
         return ""
-    stored = (cache.get(STEPS) or {}).get("taken", {})
+    stored = (configured().get(STEPS) or {}).get("taken", {})
     return repr(sorted({**stored, **_steps}.items()))
 
 
@@ -171,12 +168,12 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
     def read(stored: dict[str, Any]) -> Outcome:
         return choice_of(stored, spec)
 
-    stored = planner.decoded(key, cache.get(key), read)
+    stored = kept(key, read)
     if stored is not None:
         enough = stored.step or now.tuning in (FAST, stored.level)  # "full" measures more
         taken = None if stored.taken is None else stored.ways[stored.taken]
-        if taken is not None and segments_of(taken, spec, site, name) is None:
-            cache.discard(key, "cuDNN has no such plan any more")
+        if taken is not None and placement.segments_of(taken, spec, site, name) is None:
+            configured().discard(key, "cuDNN has no such plan any more")
             stored = None
         elif enough:
             return stored
@@ -189,13 +186,12 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome
             raise
         return stored
     if now.plan_cache is None:
-        _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
+        _spent.warn_once("without a plan cache, what jax_cudnn measures holds for this process")
     label, data = f"{spec.label}; measured", asdict(made)
     if stored is not None:
-        cache.replace(key, data, label)
+        configured().replace(key, data, label)
         return made
-    first = cache.put(key, data, label)
-    return made if first is data else planner.decoded(key, first, read) or made
+    return keep(key, made, data, read, label)
 
 
 def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
@@ -203,7 +199,7 @@ def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     limit = settings().tuning_seconds
     with _measuring:
         if _spent.seconds >= limit:
-            _spent.once(
+            _spent.warn_once(
                 "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
                 "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
                 "sets the limit; what was measured is in the plan cache",
@@ -225,7 +221,7 @@ def _wait(device: compat.Device) -> float:
     began = time.perf_counter()
     patience = max(_LEAST_PATIENCE, min(_PATIENCE, _ALL_PATIENCE - _spent.waited))
     try:
-        _apart(lambda: idle(device), patience)
+        _in_thread(lambda: idle(device), patience)
     finally:
         waited = time.perf_counter() - began
         _spent.waited += waited
@@ -239,37 +235,36 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     xla = None if slow else whole(spec, None)
     # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
     refused = bool(known_reasons(boundary(spec).planned))
-    ways = first_ways(spec, site, name, xla) if refused else []
+    ways = placement.first_ways(spec, site, name, xla) if refused else []
     if refused and not ways:
         return Outcome(level)
     bench = None
     try:
         device = _device(site)
         began += _wait(device)
-        bench = made = _apart(lambda: Bench(spec, site, device, xla))
-        ways = ways or first_ways(spec, site, name, xla)
+        bench = made = _in_thread(lambda: Bench(spec, site, device, xla))
+        ways = ways or placement.first_ways(spec, site, name, xla)
         if not ways:
             return Outcome(level)
-        trials = _apart(lambda: made.trials(ways))
+        trials = _in_thread(lambda: made.trials(ways))
         timed = {i: trial.seconds for i, trial in enumerate(trials) if not trial.note}
-        more = other_engines(site, name, ways, timed)
+        more = placement.other_engines(site, name, ways, timed)
         for _ in range(_BATCHES[level]):
             needed = time.perf_counter() - began + _FOR_ENGINES
             if level != FULL and _spent.left() < needed:
                 break
             best = _fastest(trials)
             try:
-                if not (batch := [*itertools.islice(more, _BATCH)]):
-                    break
-                found = _apart(lambda b=batch: made.trials(b))
+                batch = [*itertools.islice(more, _BATCH)]
+                found = _in_thread(lambda b=batch: made.trials(b)) if batch else []
             except Exception as error:  # what was measured so far stands
                 log.debug("%s: other engines are not measured: %s", name, error)
                 break
             ways, trials = ways + batch, trials + found
-            if level != FULL and _fastest(trials) == best:
+            if not batch or (level != FULL and _fastest(trials) == best):
                 break
     except TimeoutError as error:
-        _spent.once(
+        _spent.warn_once(
             "%s: not measured, because the GPU was busy; the measurements that ship with jax_cudnn "
             "decide",
             name,
@@ -296,7 +291,7 @@ def _chosen(
     spec: GraphSpec, name: str, ways: list[Segments], trials: list[Trial], level: str
 ) -> Outcome:
     """The outcome of trials: the fastest right way is taken."""
-    pairs = [*zip(map(title_of, ways), trials, strict=True)]
+    pairs = [*zip(map(placement.title_of, ways), trials, strict=True)]
     for what, trial in pairs:
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
@@ -315,7 +310,7 @@ def _chosen(
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
         measured = f"measured: {timed}" if timed else ""
-        why = "" if uses_cudnn(way) else measured
+        why = "" if placement.uses_cudnn(way) else measured
         cut = measured if len(way) > 1 else ""
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
         made = Way(
@@ -339,7 +334,7 @@ def _device(site: CudaDevice) -> compat.Device:
     return next(device for device in local if device.local_hardware_id == site.ordinal)
 
 
-def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
+def _in_thread(work: Callable[[], V], seconds: float | None = None) -> V:
     """The result of work in a thread of its own, which no trace of the caller reaches, under JAX's
     usual settings; TimeoutError after so many seconds."""
     future: Future[V] = Future()

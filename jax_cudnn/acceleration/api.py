@@ -20,7 +20,7 @@ from .._core.graph.source import users_place
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
 from .._core.plans.collect import in_jaxpr
-from .._core.plans.table import aligned
+from .._core.text import aligned
 from . import attention, epilogues, norms, region
 from .program import Missed, Program
 from .region import FAILED, NO_BACKWARD, Site, log

@@ -19,7 +19,7 @@ from .._core.context import target
 from .._core.errors import LibraryError
 from .._core.graph.trace import graph
 from .._core.package import install
-from .._core.plans.support import plan
+from .._core.plans.plans import plan
 from .bench import OURS, Progress
 from .facts import cuda_plugins
 from .timing import compare

@@ -96,9 +96,9 @@ class Facts:
 def collect() -> Facts:
     """The facts of this machine, in a few seconds."""
     from .._core.cuda import device_nodes, kernel_driver
-    from .._core.planning.deviceless import process as environment
+    from .._core.planning.deviceless import client
 
-    inherited = environment.variables()
+    inherited = client.variables()
     using = {
         **os.environ,
         "PYTHONPATH": inherited["PYTHONPATH"],
@@ -114,7 +114,7 @@ def collect() -> Facts:
             plugins=cuda_plugins(),
             variables={k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)},
             signs=[*device_nodes(), *(f"kernel module {v}" for v in [kernel_driver()] if v)],
-            copies=_copies(environment.wheel_folders()),
+            copies=_copies(client.wheel_folders()),
             reports=_alone("driver") | with_gpu.result() | without.result(),
         )
 

@@ -13,7 +13,7 @@ from .._core.graph.options import Options, Surroundings, replaced
 from .._core.graph.spec import GraphSpec
 from .._core.planning.build import Candidate
 from .._core.plans.plan import Plan
-from .._core.plans.support_value import Support
+from .._core.plans.support import Support
 from .arrays import listed, refusal
 from .function import Function
 from .recorder import Recorder

@@ -17,7 +17,7 @@ from .._core.graph.layout import layout, lies_so
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.spec import GraphSpec, intern
 from .._core.plans.plan import Plan
-from .._core.plans.support_value import Support
+from .._core.plans.support import Support
 from .._core.primitive import bind
 from .arrays import constant, like, number, operand, refusal
 from .recorder import Recorder
@@ -223,7 +223,7 @@ class Function:
     # -- plans ----------------------------------------------------------------------------------
 
     def plan(self, gpus: Any = None, numbers: Mapping[Any, float] | None = None) -> Any:
-        from .._core.plans.support import plan
+        from .._core.plans.plans import plan
 
         values, lacking = self._numbers(numbers or {})
         function, avals = self._of_operands(values)

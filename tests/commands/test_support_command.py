@@ -10,7 +10,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core.plans.support_value import MEASURED, PUBLIC, Support, SupportRow
+from jax_cudnn._core.plans.support import MEASURED, PUBLIC, Support, SupportRow
 from jax_cudnn.commands import functions
 
 

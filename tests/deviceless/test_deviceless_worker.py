@@ -25,9 +25,6 @@ from jax_cudnn._core.planning.deviceless import (
     client,
     profiles,
 )
-from jax_cudnn._core.planning.deviceless import (
-    process as environment,
-)
 
 # The worker imports this file under this name; it gets our sys.path.
 HERE = "test_deviceless_worker"
@@ -111,14 +108,14 @@ def test_profile_of_ones_own(tmp_path):
 def test_missing_parts(monkeypatch, tmp_path):
     for module, name, value, words in (
         (sys, "executable", "/opt/blender/blender", "interpreter"),
-        (environment, "null_driver", lambda: tmp_path / "none.so", "null driver"),
+        (client, "null_driver", lambda: tmp_path / "none.so", "null driver"),
         (importlib.util, "find_spec", lambda name: None, r"jax-cudnn\[cuda12\]"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(environment, "null_driver", lambda: Path(__file__))
+            patch.setattr(client, "null_driver", lambda: Path(__file__))
             patch.setattr(module, name, value)
             with pytest.raises(errors.LibraryError, match=words):
-                environment.check() if name != "executable" else environment.python()
+                client.check() if name != "executable" else client.python()
 
 
 @deviceless
@@ -138,7 +135,7 @@ def test_a_worker_that_ends_is_told_and_another_takes_its_place():
         assert call(f"{HERE}:echo", 1) == 1
     pid = call("os:getpid")
     os.kill(pid, signal.SIGKILL)  # while it is idle
-    client._seats[0].worker.process.wait(10)
+    client._idle[0].process.wait(10)
     assert call("os:getpid") != pid
     with pytest.raises(errors.PlanningWorkerError, match=r"0\.5 s"):
         call(f"{HERE}:echo", 1, 60.0, timeout=0.5)
@@ -175,7 +172,7 @@ def test_threads_get_their_own_answers_of_several_workers():
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             found = pool.map(lambda i: call(f"{HERE}:echo", i, 0.002 * (i % 3)), range(60))
         assert [*found] == [*range(60)]
-        pids = [seat.worker.process.pid for seat in client._seats]
+        pids = [worker.process.pid for worker in client._idle]
         assert first in pids
     assert len({*pids}) == 2
     wait_until_gone(next(pid for pid in pids if pid != call("os:getpid")))

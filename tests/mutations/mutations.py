@@ -40,7 +40,7 @@ MUTATIONS = {
     "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
     "a norm is not compared": ("_core/agreement.py", "right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)", "pass"),
     "integers may differ": ("_core/agreement.py", "if of.other:", "if False:"),
-    "XLA's faster form where no way is right": ("_core/ways.py", "return (replace(segment, strict=True),)", "return (segment,)"),
+    "XLA's faster form where no way is right": ("_core/planning/placement.py", "return (replace(segment, strict=True),)", "return (segment,)"),
     "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_APART * i)", "normal"),
     "a reference of NaN tells": ("_core/agreement.py", "if not of.told:", "if False:"),
     "a step explains a whole result": ("_core/agreement.py", "if floats and not moved.relative <= _MOST:", "if False:"),
@@ -94,7 +94,7 @@ MUTATIONS = {
     # planning
     "key without the device": ("_core/planning/planner.py", 'key_text("plan", spec, known_as)', 'key_text("plan", spec, "")'),
     "memo without the device": ("_core/planning/planner.py", "_plans.get((key, identity(site)), lambda", "_plans.get((key, \"\"), lambda"),
-    "split's key without the options": ("_core/planning/placement.py", "known_losses, asked)", "known_losses)"),
+    "split's key without the options": ("_core/planning/placement.py", "known_losses, options)", "known_losses)"),
     "losses on other GPUs": ("_core/planning/losses.py", "measured = table().get(str(sm_version))\n    if measured is None:\n        return None\n    filed", "measured = table().get(\"90\")\n    if measured is None:\n        return None\n    filed"),
     "nondeterministic engines": ("_core/planning/choice.py", "notes.append(\"NONDETERMINISTIC\")", "pass"),
     "broadcasts read out of bounds": ("_core/planning/limits.py", "wrong = [list(dims) for dims in arrays if dims != out and list(dims) not in allowed]", "wrong = []"),

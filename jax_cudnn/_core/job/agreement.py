@@ -264,12 +264,12 @@ class Job:
         return record
 
     def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
-        started, told = time.monotonic(), False
+        started, warned = time.monotonic(), False
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
             record = self._get(path, min(left, _SLICE))
-            if record is None and not told and time.monotonic() - started > 2 * _SLICE:
-                told = True
+            if record is None and not warned and time.monotonic() - started > 2 * _SLICE:
+                warned = True
                 log.warning("waiting for process %d to plan %s", question.leader, question.name)
             if record is not None:
                 waited = time.monotonic() - started

@@ -1,12 +1,12 @@
-"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: from cuDNN's proposals for a graph, its candidates.
-This and :mod:`.listing` drive cuDNN's frontend."""
+"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: what drives cuDNN's frontend."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, TargetError
 from ..graph.dtypes import cudnn_name
 from ..graph.layout import layout
+from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason, Reasons
-from . import choice, frontend, ubjson
+from . import choice, frontend
 from . import unsupported as failure
 from .deviceless.profiles import HOW_TO_READ, Profile
-from .execution_plan import ExecutionPlan, decode, uids
-from .unsupported import engine_reasons, unsupported
+from .execution_plan import ExecutionPlan, decode, from_ubjson, uids
+from .unsupported import LEFT_OUT, engine_reasons, unsupported
 
 
 class Numbers(dict[str, int]):
@@ -72,6 +73,7 @@ class Candidate:
 
 Config = tuple[int, Numbers]
 """An engine and the values of its knobs."""
+_WORKSPACE = r"workspace violation\. Requires (\d+)"
 
 
 @contextlib.contextmanager
@@ -141,7 +143,7 @@ def _first(
         if too_much := choice.too_large(spec, properties, needed):
             reasons[name] = too_much
             continue
-        blob = ubjson.decode(bytes(graph.serialize()))
+        blob = from_ubjson(bytes(graph.serialize()))
         more = engine, tuple(knobs.items()), behavior_notes(graph, index)
         return decode(spec, blob, name, needed, len(candidates), *more)
     none = "cuDNN proposed no engine that matches the options (engine and notes)"
@@ -232,3 +234,100 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
                     out.set_output(True).set_uid(places[name, i])
                 tensors[name].append(out)
         assert next(made, None) is None, f"{call.node.method} has more results than ports"
+
+
+# -- all candidates, without building them ---------------------------------------------------------
+#
+# The frontend reports neither the numeric notes nor the workspace of a candidate by index. But
+# before it builds anything, it refuses candidates with a deselected note, and then those above a
+# workspace limit; both are read from these refusals, each with a separate graph.
+
+
+def list_for(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
+    """The candidates for a GPU, those of the options' heuristics first. For one that is not here it
+    runs in the deviceless worker."""
+    with at(site) as (cudnn, properties, where):
+
+        def proposing(*modes: str) -> Any:
+            graph = operation_graph(spec, cudnn, **where)
+            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in modes])
+            return graph
+
+        places = _places(spec, cudnn, proposing)
+        modes = [mode for mode in HEURISTICS if any(mode in found for found in places.values())]
+        graph = proposing(*modes)
+        said = {
+            config: (graph.get_plan_name_at_index(i), behavior_notes(graph, i))
+            for i, config in _of_backend(graph)
+        }
+        spaces = ((c, re.search(_WORKSPACE, refusal)) for c, refusal in _refusals(graph))
+        needed = {config: int(match[1]) for config, match in spaces if match}
+
+        def without(restrict: Callable[[Any], object]) -> set[Config]:
+            restrict(graph := proposing(*modes))
+            return {c for c, refusal in _refusals(graph) if refusal.startswith("Deselecting")}
+
+        known = cudnn.numerical_note.__members__  # this version may lack some
+        carriers = {
+            note: without(lambda graph, note=note: graph.deselect_numeric_notes([known[note]]))
+            for note in NUMERIC_NOTES
+            if note in known
+        }
+        left_out = without(lambda graph: choice.restrict(graph, spec, cudnn))
+    own = [config for config, found in places.items() if {*found} & {*spec.options.heuristics}]
+    found: list[Candidate] = []
+    for config in dict.fromkeys((*(own[i] for i in choice.order(spec, own)), *places)):
+        why_not = choice.barred(spec, *config) or (LEFT_OUT if config in left_out else None)
+        why_not = why_not or choice.too_large(spec, properties, needed.get(config, 0))
+        name, behavior = said.get(config, (f"eng{config[0]}", ()))
+        row = Candidate(
+            len(found),
+            config[0],
+            name,
+            config[1],
+            places[config],
+            numeric_notes=tuple(note for note, carrying in carriers.items() if config in carrying),
+            behavior_notes=behavior,
+            workspace_bytes=needed.get(config),
+            supported=False if why_not else None,
+            reason=str(why_not or ""),
+        )
+        found.append(row)
+    return tuple(found)
+
+
+def _places(
+    spec: GraphSpec, cudnn: Any, proposing: Callable[[str], Any]
+) -> dict[Config, dict[str, int]]:
+    """Which modes of the heuristics propose an engine with its knobs, and at which place; those of
+    the options first. UnsupportedGraphError where none proposes anything."""
+    places: dict[Config, dict[str, int]] = {}
+    refusals: list[Reasons] = []
+    for mode in dict.fromkeys((*spec.options.heuristics, *HEURISTICS)):
+        try:
+            graph = proposing(mode)
+        except Exception as error:
+            refusals.append(reasons_of(error, cudnn))
+            continue
+        for place, config in enumerate(configs(graph)):
+            places.setdefault(config, {}).setdefault(mode, place)
+    if not places and refusals:
+        raise unsupported(spec, refusals[0])
+    return places
+
+
+def _of_backend(graph: Any) -> Iterator[tuple[int, Config]]:
+    every = enumerate(configs(graph))
+    return ((i, config) for i, config in every if config[0] < choice.FIRST_PYTHON_ENGINE)
+
+
+def _refusals(graph: Any) -> Iterator[tuple[Config, str]]:
+    """Why the frontend builds none of the backend's plans where they may have no workspace."""
+    graph.deselect_workspace_greater_than(-1)
+    for i, config in _of_backend(graph):
+        try:
+            graph.build_plan_at_index(i)
+        except Exception as error:  # the frontend's, of several kinds: its words are what counts
+            if failure.passing(error):
+                raise
+            yield config, str(error)

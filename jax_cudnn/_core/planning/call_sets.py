@@ -17,7 +17,7 @@ class CallSets:
         count = len(spec.calls)
         self.all = (1 << count) - 1
         self.anchors = sum(1 << i for i, call in enumerate(spec.calls) if call.node.anchor)
-        self.leftover = sum(1 << i for i, call in enumerate(spec.calls) if call.node.xla_only)
+        self.xla_only = sum(1 << i for i, call in enumerate(spec.calls) if call.node.xla_only)
         makers: dict[str, int] = defaultdict(int)
         users: dict[str, int] = defaultdict(int)
         for i, call in enumerate(spec.calls):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import LibraryError
 from ..package import install
-from .deviceless.process import wheel_folders
+from .deviceless.client import wheel_folders
 from .single_flight import SingleFlight
 
 OLDEST_FRONTEND = (1, 28)

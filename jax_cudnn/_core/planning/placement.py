@@ -1,34 +1,39 @@
 """Decides how a graph runs on a GPU by its options and the shipped measurements: the cuts, and a
-plan for each cuDNN segment."""
+plan for each cuDNN segment; and the ways to run it that a measurement compares: cuts, other engines
+of cuDNN, and XLA alone."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
-from ..cuda import CudaDevice
 from ..errors import PlanningError, UnsupportedGraphError
 from ..graph.node import EVEN_IF_STRICT
 from ..graph.options import Surroundings
 from ..graph.spec import FLOAT64, GraphSpec
-from ..store import cache
+from ..store.cache import configured
 from ..user_context import CUDNN
-from . import frontend, losses, planner, progress
+from . import choice, frontend, losses, planner, progress
 from . import unsupported as failure
 from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
-from .planned_graph import PlannedSegment, Rows, Segments
+from .planned_graph import Outcome, PlannedSegment, Rows, Segments, Way
+from .planner import Site
 from .single_flight import SingleFlight
-from .split import Refusal, part, search, whole
-from .stored import key_text, rows_of
+from .split import Refusal, part, replanned, search, whole
+from .stored import keep, kept, key_text, rows_of
 
-Site = Profile | CudaDevice
+log = logging.getLogger("jax_cudnn")
 _WORKERS = 8  # at once, of about 400 MB of memory each
+_NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
 _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 _cuts: SingleFlight[Segments] = SingleFlight()
 
@@ -68,11 +73,11 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
     """
     strict = spec.options.implementation == CUDNN
     if spec.has_float64:
-        asked = "implementation='cudnn'" if strict else "the engine"
+        option = "implementation='cudnn'" if strict else "the engine"
         raise UnsupportedGraphError(
             f"{name}: cuDNN does not compute in float64",
             why=FLOAT64,
-            fix=f"leave out {asked}: then XLA runs the graph; or cast to float32",
+            fix=f"leave out {option}: then XLA runs the graph; or cast to float32",
             graph=str(spec),
         )
     # An engine is one of the whole graph: of a part it would be another.
@@ -95,14 +100,13 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
 def cut(spec: GraphSpec, site: Site, name: str, losing: bool = False) -> Segments:
     """The segments of a graph in which cuDNN runs what it supports; with ``losing``, also patterns
     for which XLA measured faster."""
-    apart = _why_pairs_run_in_xla(spec, losing, site, name)
-    return _cut(spec, losing, apart, site, name)
+    return _cut(spec, losing, _why_pairs_run_in_xla(spec, losing, site, name), site, name)
 
 
-def _cut(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
+def _cut(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: str) -> Segments:
     canonical = spec.for_planning.canonical()
-    key = canonical, losing, apart, planner.identity(site)
-    found = _cuts.get(key, lambda: _split(canonical, losing, apart, site, name))
+    key = canonical, losing, paired_reason, planner.identity(site)
+    found = _cuts.get(key, lambda: _split(canonical, losing, paired_reason, site, name))
     return tuple(PlannedSegment(part(spec, s.calls), s.calls, s.plan, s.reason) for s in found)
 
 
@@ -146,16 +150,16 @@ def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
             )
 
 
-def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
+def _split(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: str) -> Segments:
     """From the disk, or searched and left there for other processes."""
     sm_version = model(site)[1]
     known_losses = "" if losing else f"{zlib.crc32(losses.key(sm_version).encode())}"
-    asked = f"losing={losing!r}, apart={apart!r}"
-    key = key_text("split", spec, planner.identity(site), known_losses, asked)
+    options = f"losing={losing!r}, apart={paired_reason!r}"
+    key = key_text("split", spec, planner.identity(site), known_losses, options)
 
     def plan_of(piece: GraphSpec) -> ExecutionPlan | Refusal:
-        if apart and piece.is_paired:
-            return Refusal(apart)
+        if paired_reason and piece.is_paired:
+            return Refusal(paired_reason)
         loss = None if losing else losses.loss(piece, sm_version)
         if loss is not None:
             return Refusal(str(loss), final=True)
@@ -166,36 +170,112 @@ def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> 
         slow = "" if losing else losses.slow(piece, plan, sm_version)
         return Refusal(slow) if slow else plan
 
-    def planned(rows: Rows) -> Segments | Refusal:
-        found = []
-        for calls, in_xla, reason in rows:
-            piece = part(spec, calls)
-            plan = None if in_xla else plan_of(piece)
-            if isinstance(plan, Refusal):
-                return plan
-            found.append(PlannedSegment(piece, calls, plan, reason))
-        return tuple(found)
-
     def read(stored: dict[str, Any]) -> Rows:
         return rows_of(stored, spec)
 
-    known = planner.decoded(key, cache.get(key), read)
+    known = kept(key, read)
     if known is not None:
-        segments = planned(known)
+        segments = replanned(known, spec, plan_of)
         if not isinstance(segments, Refusal):
             return segments
-        cache.discard(key, f"foreign: segments: {segments.reason}")
+        configured().discard(key, f"foreign: segments: {segments.reason}")
     segments = search(spec, plan_of)
     if len(segments) == 1 and segments[0].plan is not None:
         return segments  # one plan, which has a separate entry
     rows = tuple((s.calls, s.plan is None, s.reason) for s in segments)
     count = "1 segment" if len(rows) == 1 else f"{len(rows)} segments"
-    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {count}")
-    first = planner.decoded(key, stored, read) or rows  # another process may have been first
+    first = keep(key, rows, {"segments": rows}, read, f"{spec.label}; {count}")
     if first == rows:
         return segments
-    theirs = planned(first)
+    theirs = replanned(first, spec, plan_of)
     return segments if isinstance(theirs, Refusal) else theirs
+
+
+# -- the ways to run a graph, for a measurement ----------------------------------------------------
+
+
+def segments_of(way: Way, spec: GraphSpec, site: Site, name: str) -> Segments | None:
+    """The segments of a way; None if cuDNN has no such plan any more."""
+    pinned = {at: (engine, dict(knobs)) for at, engine, knobs in way.pinned}
+    found = replanned(way.segments, spec, functools.partial(_plan, site=site, name=name), pinned)
+    return None if isinstance(found, Refusal) else found
+
+
+def strict_reference(spec: GraphSpec, outcome: Outcome) -> Segments:
+    """The reference in XLA, which is right where no measured way is."""
+    wrong = "; ".join(f"{way.what}: {way.note}" for way in outcome.ways)
+    (segment,) = whole(spec, None, f"no measured way is right: {wrong}")
+    return (replace(segment, strict=True),)
+
+
+def _plan(spec: GraphSpec, site: Site, name: str) -> ExecutionPlan | Refusal:
+    try:
+        return planner.plan(spec, site, name)
+    except UnsupportedGraphError as error:
+        return Refusal(error.reason)
+
+
+def title_of(way: Segments) -> str:
+    named = ["XLA" if s.plan is None else f"cuDNN {s.engine}" for s in way]
+    if len(way) == 1:
+        return named[0]
+    calls = (", ".join(call.name for call in segment.spec.calls) for segment in way)
+    return "; ".join(map(": ".join, zip(named, calls, strict=True)))
+
+
+def uses_cudnn(way: Segments) -> bool:
+    return any(segment.plan is not None for segment in way)
+
+
+def first_ways(spec: GraphSpec, site: Site, name: str, xla: Segments | None) -> list[Segments]:
+    """What is taken without a measurement, XLA alone, cuDNN where it can, and the products alone in
+    cuDNN; empty if XLA alone can run the graph."""
+
+    def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
+        several = len(piece.calls) > 1
+        return Refusal("") if several else _plan(piece, site, name)
+
+    ways: list[Segments] = [
+        decide(spec, site, name),
+        cut(spec, site, name, losing=True),
+    ]
+    ways[1:1] = [] if xla is None else [xla]
+    if len(spec.calls) > 1 and spec.has_anchor:
+        ways.append(tuple(replace(segment, reason="") for segment in search(spec, alone)))
+    distinct: dict[Any, Segments] = {}
+    for way in ways:
+        distinct.setdefault(tuple((s.calls, s.plan and s.plan.text) for s in way), way)
+    return [*distinct.values()] if any(map(uses_cudnn, ways)) else []
+
+
+def other_engines(
+    site: Site, name: str, ways: Sequence[Segments], seconds: Mapping[int, float]
+) -> Iterator[Segments]:
+    """The fastest way that uses cuDNN with other engines in its largest segment;
+    ``seconds`` of those that were timed."""
+    timed = [i for i in seconds if uses_cudnn(ways[i])]
+    best = min(timed, key=seconds.__getitem__, default=None)
+    if best is None or seconds[best] > _NEAR * min(seconds.values()):
+        return
+    segments = ways[best]
+    at, own = max(enumerate(segments), key=lambda s: (s[1].plan is not None, len(s[1].calls)))
+    assert own.plan is not None
+    try:
+        rows = planner.candidates(own.spec, site, name)
+    except (PlanningError, UnsupportedGraphError):
+        return  # what was measured so far stands
+    for row in rows:
+        engine = {"engine": row.engine, "knobs": row.knobs}
+        if row.supported is False or engine == own.plan.pinned:
+            continue
+        piece = choice.pinned(own.spec, **engine)
+        try:
+            plan = _plan(piece, site, name)
+        except PlanningError as error:  # of this engine alone
+            log.debug("%s: %s is not measured: %s", name, engine, error)
+            continue
+        if isinstance(plan, ExecutionPlan):
+            yield (*segments[:at], replace(own, spec=piece, plan=plan), *segments[at + 1 :])
 
 
 def model(site: Site) -> tuple[str, int]:

@@ -29,18 +29,6 @@ class Program:
         self._drawn = False
         self.before, self.after = 0.0, 0.0  # seconds of its measured graphs without and with that
 
-    @contextlib.contextmanager
-    def graph(self) -> Iterator[None]:
-        """Around the planning of one graph of the program in this thread."""
-        outer, _here.program = _here.program, self
-        try:
-            yield
-        finally:
-            _here.program = outer
-            self.done += 1
-            if self.total is None:
-                self.erase()
-
     def watch(self, name: str, began: float, over: threading.Event) -> None:
         """Reports until it is over."""
         wait = self._reported + (_REDRAW if self._drawn else _SILENT) - self.seconds
@@ -75,8 +63,7 @@ class Program:
 
 
 class _Here(threading.local):
-    program: Program | None = None  # whose graph this thread plans
-    counted: Program | None = None
+    program: Program | None = None  # of which this thread plans graphs
     lowered: tuple[Hashable, Program] | None = None  # a program by its key
     watched: bool = False
 
@@ -91,12 +78,13 @@ def _on_terminal() -> bool:
 
 @contextlib.contextmanager
 def counted(total: int) -> Iterator[Program]:
-    """Inside, this thread plans ``total`` graphs, for one lowered program or by ``graph()``."""
-    outer, _here.counted = _here.counted, (made := Program(total))
+    """Inside, this thread plans ``total`` graphs, those of one lowered program or as many as are
+    ``done``."""
+    outer, _here.program = _here.program, (made := Program(total))
     try:
         yield made
     finally:
-        _here.counted = outer
+        _here.program = outer
         made.erase()
 
 
@@ -107,25 +95,27 @@ def of_program(key: object) -> Iterator[bool]:
     first = _here.lowered is None or _here.lowered[0] is not key
     if _here.lowered is None or first:
         _here.lowered = key, Program()
-    with (_here.counted or _here.lowered[1]).graph():
+    outer = _here.program
+    program = _here.program = outer or _here.lowered[1]
+    try:
         yield first
+    finally:
+        _here.program = outer
+        program.done += 1
+        if program.total is None:
+            program.erase()
 
 
 @contextlib.contextmanager
 def at_once(total: int, count: int) -> Iterator[Callable[[object], None]]:
     """Around the planning of ``total`` graphs of a program, ``count`` of them at once. Gives what
     is to be called for each that is done."""
-    outer, _here.program = _here.program, (made := Program(total))
+    with counted(total) as program, planning(f"{count} at once"):
 
-    def done(_: object) -> None:
-        made.done += 1
+        def done(_: object) -> None:
+            program.done += 1
 
-    try:
-        with planning(f"{count} at once"):
-            yield done
-    finally:
-        _here.program = outer
-        made.erase()
+        yield done
 
 
 @contextlib.contextmanager

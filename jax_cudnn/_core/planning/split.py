@@ -11,13 +11,16 @@ one side and read on the other; each segment also costs a kernel launch. XLA run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from ..graph.spec import GraphSpec
+from . import choice
 from .call_sets import CallSets, members
 from .execution_plan import ExecutionPlan
-from .planned_graph import PlannedSegment, Segments
+from .planned_graph import PlannedSegment, Rows, Segments
 
 # Bounds of the search around one anchor: parts tried, calls considered, parts kept of each size.
 _QUESTIONS, _REACH, _WIDTH = 64, 14, 24
@@ -48,6 +51,22 @@ def search(spec: GraphSpec, plan_of: Planner) -> Segments:
 def whole(spec: GraphSpec, plan: ExecutionPlan | None, reason: str = "") -> Segments:
     """A graph as its only segment."""
     return (PlannedSegment(spec, tuple(range(len(spec.calls))), plan, reason),)
+
+
+def replanned(
+    rows: Rows, spec: GraphSpec, plan_of: Planner, pinned: Mapping[int, Any] = MappingProxyType({})
+) -> Segments | Refusal:
+    """Stored segments with their plans; the first refusal if cuDNN has one of them no more.
+    ``pinned``: engines with knobs by the position of segments."""
+    found = []
+    for at, (calls, in_xla, reason) in enumerate(rows):
+        piece = part(spec, calls)
+        asked = choice.pinned(piece, *pinned[at]) if at in pinned else piece
+        plan = None if in_xla else plan_of(asked)
+        if isinstance(plan, Refusal):
+            return plan
+        found.append(PlannedSegment(piece, calls, plan, reason))
+    return tuple(found)
 
 
 def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
@@ -84,7 +103,7 @@ class _Search:
         sets = self._sets = CallSets(self._spec)
         self._answers: dict[int, ExecutionPlan | Refusal] = {sets.all: answer}
         taken: dict[int, ExecutionPlan] = {}
-        free = sets.all & ~sets.leftover
+        free = sets.all & ~sets.xla_only
         for position in members(sets.anchors):
             anchor = 1 << position
             if anchor & free:
@@ -143,12 +162,12 @@ class _Search:
     def _reason(self, group: int) -> str:
         """Why XLA runs these calls: a final answer, or that for the smallest part that was tried
         with some of them."""
-        own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
+        own = [self._spec.calls[i] for i in members(group & self._sets.xla_only)]
         said = [*dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own)]
         near = [
             (not answer.final, calls.bit_count(), calls, answer.reason)
             for calls, answer in self._answers.items()
-            if isinstance(answer, Refusal) and calls & group & ~self._sets.leftover
+            if isinstance(answer, Refusal) and calls & group & ~self._sets.xla_only
         ]
         if own and not (near and group & self._sets.anchors):
             return "; ".join(said)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from ..graph import record
 from ..graph.boundary import boundary
@@ -20,6 +20,7 @@ from ..graph.record import checked
 from ..graph.spec import GraphSpec
 from ..package import fingerprint
 from ..settings import FAST, FULL
+from ..store.cache import configured
 from ..store.entry import Content, Unusable, checks, parsed
 from . import execution_plan as plans
 from . import frontend
@@ -27,6 +28,7 @@ from .execution_plan import CONSTANT, OPERAND, RESULT, SCALAR_STRIDE, SLOT, UNBO
 from .planned_graph import Outcome, PlannedSegment, Rows, Segments, Way
 from .split import part
 
+V = TypeVar("V")
 _FORMAT = 1
 _MOST = 2**40  # bytes of workspace, where nothing else limits it
 _ROWS = 256  # of bindings that the executor takes
@@ -58,6 +60,28 @@ def check_entry(content: Content) -> None:
 checks.append(check_entry)
 
 
+def kept(key: str, read: Callable[[dict[str, Any]], V]) -> V | None:
+    """The value that the plan cache has for a key, as ``read`` makes it of data; None without one.
+    Where something else is stored, that is removed."""
+    return _read(key, configured().get(key), read)
+
+
+def keep(
+    key: str, made: V, data: dict[str, Any], read: Callable[[dict[str, Any]], V], label: str
+) -> V:
+    """Stores a value, unless another process has been first; returns what all processes use."""
+    stored = configured().put(key, data, label)
+    return made if stored is data else _read(key, stored, read) or made
+
+
+def _read(key: str, stored: dict[str, Any] | None, read: Callable[[dict[str, Any]], V]) -> V | None:
+    try:
+        return None if stored is None else read(stored)
+    except Exception as error:  # anything may stand there
+        configured().discard(key, f"foreign: {said(error)}")
+        return None
+
+
 class Wrong(ValueError):
     """Which field is wrong, what is expected there, and what there is."""
 
@@ -75,10 +99,10 @@ def need(holds: object, field: str, expected: object, got: object) -> None:
 
 def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
     """The segments of a graph as stored; an exception for anything else."""
-    rows = tuple((tuple(calls), leftover, reason) for calls, leftover, reason in value["segments"])
-    for _, leftover, reason in rows:
-        typed = isinstance(leftover, bool) and isinstance(reason, str)
-        need(typed, "segments", "positions, a boolean, a text", (leftover, reason))
+    rows = tuple((tuple(calls), in_xla, reason) for calls, in_xla, reason in value["segments"])
+    for _, in_xla, reason in rows:
+        typed = isinstance(in_xla, bool) and isinstance(reason, str)
+        need(typed, "segments", "positions, a boolean, a text", (in_xla, reason))
     _check_order(spec, [calls for calls, _, _ in rows])
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from ..errors import GraphError, GraphTypeError, shown
 from ..graph.source import users_place
 from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
+from ..planning.call_sets import CallSets, members
+from ..planning.split import part
 from ..primitive import Seen, cudnn_local_p, cudnn_p, observer
 
 # A graph's name, the graph, and how a mesh shards it -> where it is called -> how often.
@@ -52,7 +55,8 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             found[fn.name, fn.trace(*args, **static)[1].spec, ""] = Counter([place])
             sharded = is_sharded(None, args)
         else:
-            jaxpr = _jaxpr(fn, args, static)
+            run, arrays = _of_arrays(fn, args, static)
+            jaxpr = compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jit does
             for name, spec, place, times in _calls(jaxpr, 1):
                 found.setdefault((name, spec, ""), Counter())[place] += times
             sharded = bool(found) and is_sharded(jaxpr, args)
@@ -60,7 +64,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         found = _local(fn, args, static, found) or found
     if not found:
         raise GraphError(
-            f"{_name(fn)} contains no cuDNN graph",
+            f"{getattr(fn, '__name__', type(fn).__name__)} contains no cuDNN graph",
             expected="a function that calls jax_cudnn.ops, jax_cudnn.flax layers or functions "
             "decorated with @jax_cudnn.graph",
             got="a program of XLA's own operations",
@@ -98,13 +102,10 @@ def check_function(fn: Any) -> None:
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
     """The same with graphs cut around nodes that always run in XLA, such as pooling; where XLA runs
     all nodes of one, the graph itself, whose planning raises the reason."""
-    from ..planning.call_sets import CallSets, members
-    from ..planning.split import part
-
     found: dict[str, GraphSpec] = {}
     for name, spec in named.items():
         sets = CallSets(spec)
-        groups = [g for g in sets.in_order([], sets.leftover) if not g & sets.leftover]
+        groups = [g for g in sets.in_order([], sets.xla_only) if not g & sets.xla_only]
         for piece in [part(spec, members(group)) for group in groups] or [spec]:
             found[_unused(name, found)] = piece
     return found
@@ -168,7 +169,7 @@ def is_sharded(jaxpr: Any, args: tuple[Any, ...]) -> bool:
             fix="call it inside of jax.set_mesh(mesh), with a mesh of devices; 8 host devices come "
             "from XLA_FLAGS=--xla_force_host_platform_device_count=8",
         )
-    return given or (jaxpr is not None and any(_shardings(jaxpr)))
+    return given or (jaxpr is not None and _shards(jaxpr))
 
 
 def _on_mesh(value: Any) -> bool:
@@ -179,18 +180,13 @@ def _on_mesh(value: Any) -> bool:
     return isinstance(sharding.mesh, jax.sharding.Mesh) or not jax.sharding.get_mesh().empty
 
 
-def _shardings(jaxpr: Any) -> Iterator[bool]:
-    """For jit's ``in_shardings`` and other shardings in a program, whether they are over several
-    devices."""
-    for equation in jaxpr.eqns:
-        yield from map(_on_mesh, jax.tree.leaves([*equation.params.values()]))
-        for inner in compat.inner_jaxprs(equation):
-            yield from _shardings(inner)
-
-
-def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-    run, arrays = _of_arrays(fn, args, static)
-    return compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jax.jit lowers it
+def _shards(jaxpr: Any) -> bool:
+    """Whether jit's ``in_shardings`` or other shardings in a program are over several devices."""
+    return any(
+        any(map(_on_mesh, jax.tree.leaves([*equation.params.values()])))
+        or any(map(_shards, compat.inner_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _of_arrays(
@@ -232,12 +228,6 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
 def _unused(name: str, taken: Mapping[str, Any]) -> str:
-    number = 1
-    while (unique := name if number == 1 else f"{name} {number}") in taken:
-        number += 1
-    return unique
+    numbered = (f"{name} {number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)

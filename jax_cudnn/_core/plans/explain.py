@@ -8,7 +8,6 @@ import math
 import operator
 import os
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,15 @@ from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
 from ..partition import GATHERED
-from ..planning import frontend, losses
+from ..planning import losses
 from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
+from ..planning.placement import model
 from ..planning.planned_graph import XLA, PlannedSegment
-from .explanation import size
-from .picture import Picture, microseconds, taken
+from ..text import aligned, microseconds, shape, size, wrapped
+from .picture import Picture, taken
 from .plan import Plan
-from .support import plans
-from .table import aligned, shape, where
+from .plans import plans, where
 
 _HEADER = ("graph", "called at", "runs on", "MB", "us", "roofline us", "ratio")
 _LEGEND = (
@@ -79,17 +78,14 @@ def explain(
     for name, plan in found.items():
         calls, note = found.calls.get(name, {}), found.notes.get(name, "")
         graphs.append(_graph(name, plan, calls, note))
-        changes += [
-            (nbytes * graphs[-1]["times"], name, why) for nbytes, why in _changes(plan, note)
-        ]
-    changes.sort(key=lambda change: -change[0])
+        for nbytes, why in _changes(plan, note):
+            changes.append({"bytes": nbytes * graphs[-1]["times"], "graph": name, "what": why})
+    changes.sort(key=lambda change: -change["bytes"])
     data = {
         "function": getattr(fn, "__name__", type(fn).__name__),
         "gpu": next(iter(found.values())).gpu,
         "graphs": graphs,
-        "changes": [
-            dict(zip(("bytes", "graph", "what"), change, strict=True)) for change in changes
-        ],
+        "changes": changes,
     }
     return Report(data, {name: Picture(plan) for name, plan in found.items()})
 
@@ -136,11 +132,11 @@ class Report:
         for graph in graphs:
             yield f"\n{graph['graph']}: {graph['operands']}"
             yield self.pictures[graph["graph"]]
-            yield from (_wrapped(said) for said in _said(graph))
+            yield from (wrapped(said) for said in _said(graph))
         if changes:
             yield "\nWhat to change, by the bytes that it concerns in a run:"
         for change in changes:
-            yield _wrapped(f"- {size(change['bytes'])}, {change['graph']}: {change['what']}")
+            yield wrapped(f"- {size(change['bytes'])}, {change['graph']}: {change['what']}")
 
 
 # -- the data --------------------------------------------------------------------------------------
@@ -232,23 +228,17 @@ def _measured(plan: Plan, segment: PlannedSegment) -> bool:
     """Whether XLA runs a segment because it measured faster."""
     if plan.measured:
         return any(way.seconds is not None and way.what != XLA for way in plan.measured)
-    return plan.site is not None and losses.loss(segment.spec, _version(plan)) is not None
+    return plan.site is not None and losses.loss(segment.spec, model(plan.site)[1]) is not None
 
 
 def _predicted(plan: Plan) -> dict[str, Any] | None:
     """What the measurements that ship with the package say of a graph that was not measured."""
     if plan.measured or plan.site is None:
         return None
-    near = losses.nearest(plan.spec, _version(plan))
+    near = losses.nearest(plan.spec, model(plan.site)[1])
     if near is None or not near.near:
         return None
     return {"xla_over_cudnn": near.ratio, "cases": [*near.cases], "device": near.device}
-
-
-def _version(plan: Plan) -> int:
-    site = plan.site
-    assert site is not None
-    return site.sm_version if isinstance(site, Profile) else site.model(frontend.load())[1]
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -290,7 +280,3 @@ def _said(graph: Mapping[str, Any]) -> Iterator[str]:
     yield from graph["edge"]
     if graph["mesh"]:
         yield f"on the mesh: {graph['mesh']}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, subsequent_indent="  ")

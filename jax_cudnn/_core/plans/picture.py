@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..graph.spec import GraphSpec, Tensor
-from .explanation import size
+from ..text import microseconds, shape, size
 from .plan import Plan
-from .table import shape
 
 _XLA, _CUDNN = "#e4e6e9", ("#d3ecae", "#b9e0f2", "#f7e0a6", "#e5d2f0", "#f6cfc4")
 _CHARACTER, _LINE, _GAP = 6.7, 15, 12
@@ -54,11 +53,6 @@ class Picture:
         return "\n".join(_text(self.plan))
 
     __repr__ = __str__
-
-
-def microseconds(seconds: float) -> str:
-    """As text, with two digits or more."""
-    return f"{seconds * 1e6:,.1f}" if seconds >= 1e-6 else f"{seconds * 1e6:.2g}"
 
 
 def taken(plan: Plan) -> float | None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import cuda_graphs, execution, measuring
+from .. import candidates, cuda_graphs, execution
+from ..candidates import Candidates
 from ..compat import Device
+from ..errors import TargetError
+from ..graph.boundary import boundary
 from ..graph.spec import Tensor
-from ..planning import selection
 from ..planning.build import Candidate
-from ..planning.planned_graph import PlannedGraph
-from ..planning.selection import Candidates
+from ..planning.cost import cost, roofline
+from ..planning.deviceless import profiles
+from ..planning.planned_graph import PlannedGraph, PlannedSegment
+from ..planning.planner import Site
+from ..text import size, wrapped
 from . import record
-from .explanation import Explanation, explain
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +82,7 @@ class Plan(PlannedGraph):
             >>> with jc.target("H200"):
             ...     print(jc.plan(relu, x).candidates)                        # doctest: +SKIP
         """
-        return selection.candidates(self)
+        return candidates.candidates(self)
 
     def select(self, which: int | Candidate) -> Plan:
         """The plan of another candidate, with its engine and knobs.
@@ -94,7 +100,7 @@ class Plan(PlannedGraph):
             UnsupportedGraphError: cuDNN cannot build it, or the graph's options exclude it.
             GraphError: there is no such candidate, or the graph is cut.
         """
-        return selection.select(self, which)
+        return candidates.select(self, which)
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -103,7 +109,7 @@ class Plan(PlannedGraph):
         ``select``, ``execute`` and ``time`` work on each part. ``pinned`` of a part does not fit
         the options of the function that was cut: there, an engine applies to the whole graph.
         """
-        return tuple(map(Plan.of, selection.parts(self)))
+        return tuple(map(Plan.of, candidates.parts(self)))
 
     def execute(
         self,
@@ -156,7 +162,7 @@ class Plan(PlannedGraph):
             GraphError: the graph is cut, or an integer operand would have to be random.
             TargetError: as for :meth:`execute`.
         """
-        return measuring.time(self, arrays, device)
+        return candidates.time(self, arrays, device)
 
     def time_candidates(
         self,
@@ -170,7 +176,7 @@ class Plan(PlannedGraph):
 
         Args and Raises: as :meth:`time`.
         """
-        return measuring.time_candidates(self, arrays, device, limit)
+        return candidates.time_candidates(self, arrays, device, limit)
 
     def autotune(
         self,
@@ -189,7 +195,7 @@ class Plan(PlannedGraph):
             >>> best = jc.plan(matmul, a, a).autotune(a, a)                    # doctest: +SKIP
             >>> fast = jax.jit(matmul.with_options(**best.pinned))             # doctest: +SKIP
         """
-        return Plan.of(measuring.autotune(self, arrays, device, limit))
+        return Plan.of(candidates.autotune(self, arrays, device, limit))
 
     def populate_cuda_graph(
         self,
@@ -264,4 +270,105 @@ class Plan(PlannedGraph):
 
     def explain(self) -> Explanation:
         """Which parts run where, and why; prints as text, ``.to_json()`` gives data."""
-        return explain(self)
+        return _explained(self)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The explanation of a :class:`Plan`: prints as text; ``to_json`` gives data."""
+
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"name", "role", "residuals", "gpu", "implementation", "graph", "cut_bytes",
+        "segments": [{"runs_on", "operations", "engine", "workspace_bytes", "candidates",
+        "reads_bytes", "writes_bytes", "flops", "roofline_seconds", "reason", "advice"}]}``;
+        a new dictionary each time."""
+        return json.loads(json.dumps(self.data))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        data = self.data
+        segments = data["segments"]
+        count = "one segment" if len(segments) == 1 else f"{len(segments)} segments"
+        yield (
+            f"{data['name']} on {data['gpu']}, implementation {data['implementation']!r}: {count}"
+        )
+        if engine := data["engine_of_another_graph"]:
+            whose = "belongs to the graph from which vmap or autodiff derived this one"
+            yield wrapped(f"note: {engine} {whose}", "  ")
+        for number, segment in enumerate(segments, 1):
+            yield f"  {number}. {segment['runs_on']}: {', '.join(segment['operations'])}"
+            if segment["runs_on"] == "cuDNN":
+                yield (
+                    f"     engine {segment['engine']} of {segment['candidates']} candidates, "
+                    f"{size(segment['workspace_bytes'])} of workspace"
+                )
+            reads, writes = size(segment["reads_bytes"]), size(segment["writes_bytes"])
+            seconds = segment["roofline_seconds"]
+            least = "" if seconds is None else f"; at least {seconds * 1e6:,.1f} us"
+            yield f"     reads {reads}, writes {writes}, {segment['flops']:,} operations{least}"
+            for advice in segment["advice"]:
+                yield wrapped(f"note: {advice}", "     ")
+            if segment["reason"] and segment["runs_on"] == "XLA":
+                yield wrapped(f"because {segment['reason']}", "     ")
+        for kept in data["residuals"]:
+            yield f"  keeps {kept['tensor']} for the derivative, {size(kept['bytes'])}"
+        if len(segments) > 1:
+            yield f"  {size(data['cut_bytes'])} cross the cuts"
+            reasons = dict.fromkeys(s["reason"] for s in segments if s["runs_on"] == "cuDNN")
+            for reason in filter(None, reasons):
+                yield wrapped(f"not one plan because {reason}", "  ")
+
+
+def _explained(plan: PlannedGraph) -> Explanation:
+    """The explanation of a plan."""
+    site = plan.site
+    with contextlib.suppress(TargetError):  # a plan that was read from bytes knows the name alone
+        site = site or profiles.get(plan.gpu)
+    made = {name: s for s in plan.segments for name in s.spec.outputs}
+    crossing = sum(
+        plan.spec.tensor(name).nbytes
+        for segment in plan.segments
+        for name in segment.spec.inputs
+        if name in made
+    )
+    return Explanation(
+        {
+            "name": plan.name,
+            "role": plan.spec.origin.role,
+            "engine_of_another_graph": plan.spec.origin.engine,
+            "residuals": [
+                {"tensor": str(tensor), "bytes": tensor.nbytes}
+                for tensor in map(plan.spec.tensor, plan.spec.origin.residuals)
+            ],
+            "gpu": plan.gpu,
+            "implementation": plan.implementation,
+            "graph": str(plan.spec),
+            "cut_bytes": crossing,
+            "segments": [_segment(segment, site) for segment in plan.segments],
+        }
+    )
+
+
+def _segment(segment: PlannedSegment, site: Site | None) -> dict[str, Any]:
+    spec, plan = segment.spec, segment.plan
+    return {
+        "runs_on": "XLA" if plan is None else "cuDNN",
+        "operations": [call.name for call in spec.calls],
+        "engine": None if plan is None else plan.engine,
+        "workspace_bytes": 0 if plan is None else plan.workspace_bytes,
+        "candidates": 0 if plan is None else plan.candidates,
+        "reads_bytes": sum(tensor.nbytes for tensor in spec.input_tensors),
+        "writes_bytes": sum(tensor.nbytes for tensor in spec.output_tensors),
+        "flops": cost(spec).flops,
+        "roofline_seconds": roofline(spec, site),
+        "reason": segment.reason,
+        "advice": [
+            f"{call.name}: {found}"
+            for call, edge in zip(spec.calls, boundary(spec).edges, strict=True)
+            if (found := edge.advice())
+        ],
+    }

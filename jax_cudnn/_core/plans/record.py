@@ -20,7 +20,6 @@ from ..planning.planned_graph import PlannedGraph
 from ..planning.stored import need, row_of, said, segments_of
 from ..store.entry import Unusable, check_size, checksum, parsed
 from ..user_context import IMPLEMENTATIONS
-from .explanation import explain
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 2
@@ -107,9 +106,10 @@ def loaded(content: bytes, cls: type[P]) -> P:
         name, gpu, implementation = (found[key] for key in ("name", "gpu", "implementation"))
         plan = checked(cls(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
         written = {**data(plan), "jax_cudnn": found["jax_cudnn"]}
-        need(_text(written) == _text(found), "the bytes", "those of this plan", "others")
+        same = json.dumps(written, sort_keys=True) == json.dumps(found, sort_keys=True)
+        need(same, "the bytes", "those of this plan", "others")
         need(implementation in IMPLEMENTATIONS, "implementation", IMPLEMENTATIONS, implementation)
-        str(explain(plan))
+        str(plan.explain())
     except Exception as error:  # anything may stand there
         raise GraphError(
             "this plan cannot be read",
@@ -160,10 +160,6 @@ def _check_graph(spec: Any) -> None:
     need({*spec.origin.residuals} <= {*spec.outputs}, "residuals", spec.outputs, spec.origin)
     for member in spec.origin.family:
         _check_graph(member)
-
-
-def _text(plan: dict[str, Any]) -> str:
-    return json.dumps(plan, sort_keys=True)
 
 
 def _no_plan(got: str) -> GraphError:

@@ -1,154 +1,36 @@
-"""``plan``, ``plans`` and ``support``: how a function's graphs run, on present or absent GPUs."""
+"""``support``: which graphs of a function are one cuDNN plan, on which GPUs."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from .. import compat, context
-from ..auto import place
-from ..compat import Device
+from .. import compat
 from ..cuda import CudaDevice
-from ..errors import GraphError, GraphTypeError, TargetError, UnsupportedGraphError, shown
+from ..errors import UnsupportedGraphError
 from ..graph.spec import GraphSpec
-from ..planning import frontend, planner, progress
-from ..planning import unsupported as failure
+from ..planning import frontend, planner
 from ..planning.deviceless import client, profiles
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA
-from .collect import Graphs, advised, graphs, in_jaxpr, is_sharded, pieces
-from .plan import Plan
-from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
-from .table import ByGpu, Plans
+from ..text import aligned
+from .collect import pieces
+from .plans import Gpus, Sites, local, sites_of, traced_on
 
-# GPUs to plan for: by name, profiles or GPUs of this process; and as users give them.
-Sites = dict[str, Profile | CudaDevice]
-Gpus = str | Profile | Device | Iterable[str | Profile | Device]
-
-
-@overload
-def plan(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plan: ...
-@overload
-def plan(fn: Callable[..., Any], *args: Any, gpus: Gpus, **static: Any) -> dict[str, Plan]: ...
-def plan(
-    fn: Callable[..., Any],
-    *args: Any,
-    gpus: Gpus | None = None,
-    **static: Any,
-) -> Plan | dict[str, Plan]:
-    """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
-
-    Args:
-        fn: a graph function, or any JAX function that contains one distinct graph.
-        *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
-        gpus: names of profiles ("H200"), profiles (no GPU is needed for these), or devices of this
-            process; one or several. None: ``jax_cudnn.target``, else ``jax.default_device`` if it
-            is an NVIDIA GPU, else this process's GPU.
-        **static: keyword arguments of ``fn``.
-
-    Returns:
-        A :class:`Plan` (``segments``, ``engine``, ``workspace_bytes``, ``explain()``); with
-        ``gpus`` a dictionary of plans by the name of the GPU.
-
-    Raises:
-        UnsupportedGraphError: under ``implementation="cudnn"``, when cuDNN has no engine for the
-            whole graph on that GPU.
-        GraphError: the function contains several graphs, or none.
-        TargetError: there is no GPU and no target, or no profile of that name.
-
-    In a ``jax.distributed`` job this call plans for its own process only; a program that runs on
-    several processes uses the plans of the process with the lowest index.
-
-    Example:
-        >>> import jax, jax_cudnn as jc
-        >>> relu = jc.graph(lambda g, x: g.relu(x))
-        >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
-        >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
-    """
-    chosen = None if gpus is None else _sites(gpus)
-    traced = _traced(fn, args, static, chosen)
-    for found in traced.values():
-        if len(found) > 1:
-            raise GraphError(
-                f"{getattr(fn, '__name__', 'the function')} contains {len(found)} graphs",
-                expected="one graph",
-                got=", ".join(found),
-                fix="jax_cudnn.plans gives the plans of all",
-            )
-    made = _plans(traced, chosen)
-    if isinstance(made, Plans):
-        return next(iter(made.values()))
-    return ByGpu({gpu: next(iter(plans.values())) for gpu, plans in made.items()})
-
-
-@overload
-def plans(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plans: ...
-@overload
-def plans(fn: Callable[..., Any], *args: Any, gpus: Gpus, **static: Any) -> dict[str, Plans]: ...
-def plans(
-    fn: Callable[..., Any],
-    *args: Any,
-    gpus: Gpus | None = None,
-    **static: Any,
-) -> Plans | dict[str, Plans]:
-    """How all graphs of a function run on a GPU, such as those of a gradient.
-
-    Args:
-        fn, *args, gpus, **static: as for :func:`plan`; ``fn`` may contain several graphs.
-
-    Returns:
-        A dictionary with the :class:`Plan` of each graph by its name, in program order; it prints
-        as a table of operands, bytes and roofline times. Derived graphs are named after their
-        source, as in "conv (backward)"; the second graph of one name is "conv 2". With ``gpus``
-        a dictionary of these by the name of the GPU.
-
-    Raises: as :func:`plan`, except for several graphs.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
-        >>> relu = jc.graph(lambda g, x: g.relu(x))
-        >>> x = jax.ShapeDtypeStruct((64, 128), "float32")
-        >>> with jc.target("H200"):
-        ...     print(jc.plans(jax.grad(lambda x: relu(x).sum()), x))          # doctest: +SKIP
-    """
-    chosen = None if gpus is None else _sites(gpus)
-    return _plans(_traced(fn, args, static, chosen), chosen)
-
-
-def _traced(
-    fn: Callable[..., Any], args: Any, static: Any, chosen: Sites | None
-) -> dict[str, Graphs]:
-    """The graphs of a function by GPU; it is traced for each, as it may depend on the target."""
-    found: dict[str, Graphs] = {}
-    for gpu, site in (chosen or {"": None}).items():
-        target = context.target(site) if isinstance(site, Profile) else contextlib.nullcontext()
-        with target:
-            found[gpu] = graphs(fn, args, static)
-    return found
-
-
-def _plans(traced: Mapping[str, Graphs], chosen: Sites | None) -> Plans | dict[str, Plans]:
-    """The plans of graphs by GPU, on chosen GPUs or the default one."""
-    with progress.counted(sum(map(len, traced.values()))) as program:
-
-        def planned(found: Graphs, site: Profile | CudaDevice | None) -> Plans:
-            made = Plans()
-            made.notes, made.calls = found.notes, found.calls
-            for name, spec in found.items():
-                with program.graph():
-                    there = site or context.site(default_devices(), name)
-                    made[name] = Plan.of(place(spec, there, name))
-            return made
-
-        if chosen is None:
-            return planned(traced[""], None)
-        return ByGpu({gpu: planned(traced[gpu], site) for gpu, site in chosen.items()})
+# The source of a GPU's description.
+DEVICE, MEASURED, PUBLIC = "this machine's GPU", "measured profile", "public specifications"
+_MARKS = {
+    DEVICE: (" (here)", "(here): a GPU of this machine, planned with its own handle"),
+    PUBLIC: ("*", "*: a profile from public specifications, not read on a device"),
+}
+_HEADER = ("graph", "GPU", "engine", "workspace", "candidates")
 
 
 def support(
@@ -185,8 +67,8 @@ def support(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> print(jc.support(relu, x, gpus=["A100", "H200"]))                 # doctest: +SKIP
     """
-    chosen = _everywhere() if gpus is None else _sites(gpus)
-    found = {gpu: pieces(named) for gpu, named in _traced(fn, args, static, chosen).items()}
+    chosen = _everywhere() if gpus is None else sites_of(gpus)
+    found = {gpu: pieces(named) for gpu, named in traced_on(fn, args, static, chosen).items()}
     return survey(found, chosen)
 
 
@@ -228,10 +110,8 @@ def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> Su
 
 
 def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
-    if any(isinstance(site, Profile) for site in gpus.values()):
-        worker = "jax_cudnn._core.planning.frontend:versions"
-        return failure.twice(functools.partial(client.call, worker))
-    return frontend.versions()
+    sites = sorted(gpus.values(), key=lambda site: isinstance(site, CudaDevice))
+    return planner.at(sites[0], frontend.versions)  # that of a profile's worker, if there is one
 
 
 def shipped() -> Sites:
@@ -239,102 +119,135 @@ def shipped() -> Sites:
     return {profile.name: profile for profile in profiles.shipped()}
 
 
-def _sites(gpus: Gpus) -> Sites:
-    """The profiles and GPUs by name; TargetError for other values, and for two with one name."""
-    if isinstance(gpus, (str, Profile, Device)) or not isinstance(gpus, Iterable):
-        gpus = [gpus]
-    found: Sites = {}
-    for gpu in [*gpus] or [None]:
-        if isinstance(gpu, (str, Profile)):
-            site = profiles.get(gpu) if isinstance(gpu, str) else gpu
-            name = site.name
-        elif isinstance(gpu, Device) and compat.is_cuda(gpu) and gpu in jax.local_devices():
-            name, site = _local(gpu)
-        else:
-            raise TargetError(
-                "gpus names no GPU",
-                expected='profiles, their names, or GPUs of this process: gpus=["H200", "A100"]',
-                got=shown(gpus),
-                why=f"shipped profiles: {', '.join(profiles.names())}",
-            )
-        kept = found.setdefault(name, site)
-        if kept != site and Profile in (type(kept), type(site)):  # else GPUs of one model
-            raise TargetError(
-                f"two different GPUs are called {name!r}",
-                fix="rename a profile: Profile.from_json(source, name=...)",
-            )
-    return found
-
-
-def _local(device: Device) -> tuple[str, CudaDevice]:
-    """A GPU of this process and the name of its model's profile."""
-    names = {profile.device_name: profile.name for profile in profiles.shipped()}
-    name = names.get(device.device_kind) or device.device_kind.removeprefix("NVIDIA ")
-    return name, CudaDevice(device.local_hardware_id)
-
-
 def _everywhere() -> Sites:
     """The shipped profiles, with the GPUs of this process in place of the profiles of their
     models."""
-    local: Sites = {}
+    here: Sites = {}
     for device in filter(compat.is_cuda, jax.local_devices()):
-        local.setdefault(*_local(device))
-    return {**shipped(), **local}
+        here.setdefault(*local(device))
+    return {**shipped(), **here}
 
 
-def default_devices() -> list[Device]:
-    """``jax.default_device`` if it is an NVIDIA GPU, else all devices of this process."""
-    default = compat.default_device()
-    if isinstance(default, str):  # a platform's name
-        default = next(iter(jax.local_devices(backend=default)), None)
-    if default is not None and compat.is_cuda(default):
-        return [default]
-    return jax.local_devices()
+# -- the result ------------------------------------------------------------------------------
 
 
-def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """Plan every graph of a program ahead of its first call, also for other processes.
+@dataclass(frozen=True)
+class SupportRow:
+    """Whether one graph has a plan on one GPU.
 
-    The program is traced and lowered, but not compiled or run; its plans stay in memory and in
-    the plan cache. Graphs inside a sharded program are planned for the shapes of one device; where
-    arrays are sharded, XLA compiles it for their mesh to find these.
-
-    Args:
-        fn: a function of arrays, jitted or not (static arguments and shardings are kept).
-        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` for shapes alone.
-
-    Returns:
-        The lowered program, whose ``.compile()`` continues on a machine with that GPU. It is
-        lowered for the GPU of ``jax_cudnn.target`` if set, else for the devices of ``fn``. Without
-        a GPU and a target nothing is planned, with a warning.
-
-    Raises:
-        JaxCudnnError: planning failed; tracing and lowering raise their own errors.
-
-    Example:
-        >>> import jax, jax_cudnn as jc
-        >>> relu = jc.graph(lambda g, x: g.relu(x))
-        >>> with jc.target("H200"):                                           # doctest: +SKIP
-        ...     lowered = jc.warmup(relu, jax.ShapeDtypeStruct((64, 128), "bfloat16"))
+    Attributes:
+        graph: the graph function's name.
+        gpu: the GPU's name.
+        basis: the source of the GPU's description: "this machine's GPU" (planned with its
+            handle), "measured profile" or "public specifications".
+        supported: whether there is a plan.
+        engine, workspace_bytes, candidates: those of the plan, see :class:`ExecutionPlan`; None
+            without a plan.
+        reason: why there is no plan: the most specific of ``reasons``.
+        reasons: pairs of an engine (or a step of planning) and its reason.
     """
-    if not callable(fn):
-        raise GraphTypeError(
-            "warmup takes a function",
-            expected="a function of arrays, or a jitted one",
-            got=shown(fn),
-        )
-    jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
-    with advised(args):
-        traced = jitted.trace(*args, **kwargs)
-    graphs = {*in_jaxpr(traced.jaxpr.jaxpr)}
-    nothing = not context.targeted() and not any(map(compat.is_cuda, jax.local_devices()))
-    if graphs and nothing:
-        warnings.warn(
-            "jax_cudnn.warmup plans nothing: there is no GPU. Name one: with "
-            'jax_cudnn.target("H200"): ...',
-            stacklevel=2,
-        )
-    elif graphs and is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
-        plans(fn, *args, **kwargs)
-    with progress.counted(len(graphs)):
-        return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()
+
+    graph: str
+    gpu: str
+    basis: str
+    supported: bool
+    engine: str | None = None
+    workspace_bytes: int | None = None
+    candidates: int | None = None
+    reason: str = ""
+    reasons: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Support:
+    """The result of :func:`support`: true if every graph has a plan on every GPU.
+
+    ``support["H200"]`` selects the rows of one GPU, ``support["H200", "conv_bias_relu"]`` one row;
+    iteration yields the rows, graph by graph.
+
+    Attributes:
+        rows: one for each graph and GPU.
+        cudnn, frontend: the versions that planned.
+    """
+
+    rows: tuple[SupportRow, ...]
+    cudnn: str
+    frontend: str
+
+    def __bool__(self) -> bool:
+        return all(row.supported for row in self.rows)
+
+    def __iter__(self) -> Iterator[SupportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.gpu for row in self.rows))
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.graph for row in self.rows))
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Any:
+        gpu, graph = (key, None) if isinstance(key, str) else key
+        rows = tuple(r for r in self.rows if r.gpu == gpu and graph in (None, r.graph))
+        if not rows:
+            raise KeyError(
+                f"{key!r}: this table has the GPUs {', '.join(self.gpus)} "
+                f"and the graphs {', '.join(self.graphs)}"
+            )
+        return dataclasses.replace(self, rows=rows) if graph is None else rows[0]
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned([_HEADER, *self._cells()]), *self.notes()])
+
+    def to_markdown(self) -> str:
+        """The table in Markdown, with its notes as a list below."""
+        lines = [_HEADER, ("---",) * len(_HEADER), *self._cells()]
+        table = ["| " + " | ".join(line) + " |" for line in lines]
+        return "\n".join([*table, "", *(f"- {note}" for note in self.notes())])
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as data for ``json.dumps``."""
+        rows = [{**dataclasses.asdict(row), "reasons": dict(row.reasons)} for row in self.rows]
+        return {"cudnn": self.cudnn, "nvidia-cudnn-frontend": self.frontend, "rows": rows}
+
+    def notes(self) -> list[str]:
+        """The meaning of the marks in the table, the reasons, and the library versions."""
+        bases = {row.basis for row in self.rows}
+        marks = [note for basis, (_, note) in _MARKS.items() if basis in bases]
+        reasons = [f"[{i}]: {reason}" for i, reason in enumerate(self._reasons(), 1)]
+        versions = f"planned by cuDNN {self.cudnn}, nvidia-cudnn-frontend {self.frontend}"
+        return [*reasons, *marks, versions]
+
+    def _reasons(self) -> list[str]:
+        """The different reasons, in the order of the rows."""
+        return list(dict.fromkeys(_one_line(row.reason) for row in self.rows if not row.supported))
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        reasons = self._reasons()
+        for row in self.rows:
+            if row.supported:
+                figures = str(row.engine), _bytes(row.workspace_bytes or 0), str(row.candidates)
+            else:
+                figures = f"none [{1 + reasons.index(_one_line(row.reason))}]", "", ""
+            yield row.graph, marked(row), *figures
+
+
+def marked(row: SupportRow) -> str:
+    """The GPU's name with a mark for the source of its description."""
+    return row.gpu + _MARKS.get(row.basis, ("",))[0]
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, 240, placeholder=" ...")
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

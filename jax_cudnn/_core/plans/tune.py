@@ -17,6 +17,7 @@ from ..cuda import CudaDevice
 from ..errors import GraphError, GraphTypeError, TargetError, shown
 from ..graph.spec import GraphSpec
 from ..planning.planned_graph import Outcome
+from ..trials import in_turns
 from ..user_context import WAYS
 from .collect import check_function, graphs
 
@@ -46,6 +47,13 @@ class Tried:
     before: float
     taken: bool
 
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.graph}: {self.what}: does not run, not taken"
+        verb = "taken" if self.taken else "not taken"
+        ratio = f"{self.before * 1e3:.2f} -> {self.seconds * 1e3:.2f} ms"
+        return f"{self.graph}: {self.what}: {ratio}, {verb}"
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -63,10 +71,9 @@ class Tuned:
     finished: bool = True
 
     def __str__(self) -> str:
-        lines = [_line(one) for one in self.tried]
         end = "" if self.finished else "; the limit of time was reached"
         total = f"step: {self.before * 1e3:.2f} ms -> {self.after * 1e3:.2f} ms{end}"
-        return "\n".join((*lines, total))
+        return "\n".join((*map(str, self.tried), total))
 
 
 def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
@@ -128,19 +135,11 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
             jitted = getattr(function, "jitted_fn", function)  # of nnx.jit
             getattr(jitted, "clear_cache", jax.clear_caches)()  # else it would stay as it ran
         tried.append(Tried(kind.name, what, seconds, now, taken))
-        print(_line(tried[-1]), flush=True)
+        print(tried[-1], flush=True)
     before, after = _in_turns(start, program) if best else (start.seconds(),) * 2
     found = Tuned(before, after, tuple(tried), len(tried) == len(todo))
     print(str(found).rpartition("\n")[2], flush=True)
     return found
-
-
-def _line(one: Tried) -> str:
-    if one.seconds is None:
-        return f"{one.graph}: {one.what}: does not run, not taken"
-    verb = "taken" if one.taken else "not taken"
-    ratio = f"{one.before * 1e3:.2f} -> {one.seconds * 1e3:.2f} ms"
-    return f"{one.graph}: {one.what}: {ratio}, {verb}"
 
 
 @dataclass(frozen=True)
@@ -196,13 +195,10 @@ def _kinds(function: Any, args: tuple[Any, ...]) -> list[_Kind]:
             continue
         canonical = spec.for_planning.canonical()
         times = sum(found.calls.get(name, {}).values()) or 1
-        if canonical in kinds:
-            known = kinds[canonical]
+        if (known := kinds.get(canonical)) is not None:
             kinds[canonical] = replace(known, times=known.times + times)
-        else:
-            outcome = tuning.measurement(canonical, site, name)
-            if outcome is not None and outcome.taken is not None:
-                kinds[canonical] = _Kind(canonical, site, name, times, outcome, outcome.taken)
+        elif (outcome := tuning.measurement(canonical, site, name)) and outcome.taken is not None:
+            kinds[canonical] = _Kind(canonical, site, name, times, outcome, outcome.taken)
     if not kinds:
         raise GraphError(
             "the step contains nothing to choose",
@@ -258,11 +254,6 @@ def _in_turns(first: _Program, second: _Program) -> tuple[float, float]:
     """Seconds of two programs: medians of rounds."""
     for program in (first, second):
         program.once()
-    rounds: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while len(rounds) < _LEAST or (
-        len(rounds) < _ROUNDS and time.perf_counter() - began < _SECONDS
-    ):
-        rounds.append((first.once(), second.once()))
+    rounds = in_turns([first.once, second.once], _LEAST, _ROUNDS, _SECONDS)
     one, other = zip(*rounds, strict=True)
     return statistics.median(one), statistics.median(other)

@@ -34,37 +34,17 @@ _FULL = 0.9  # of the limit remains when entries are deleted
 _warned: set[tuple[Path, str]] = set()
 
 
-def get(key: str) -> dict[str, Any] | None:
-    """The value of a key (any canonical text) in the configured folder, or None."""
-    cache = _configured()
-    return None if cache is None else cache.get(key)
+def configured() -> PlanCache:
+    """The plan cache of this process's settings; without one it holds nothing."""
+    chosen = settings()
+    return _opened(chosen.plan_cache, chosen.plan_cache_bytes)
 
 
-def discard(key: str, problem: str) -> None:
-    """Removes an entry of the configured folder; see ``PlanCache.discard``."""
-    cache = _configured()
-    if cache is not None:
-        cache.discard(key, problem)
-
-
-def replace(key: str, value: dict[str, Any], label: str = "") -> None:
-    """Stores a value in the configured folder; see ``PlanCache.replace``."""
-    cache = _configured()
-    if cache is not None:
-        cache.replace(key, value, label)
-
-
-def update(key: str, value: dict[str, Any], label: str = "") -> None:
-    """Adds to a value in the configured folder; see ``PlanCache.update``."""
-    cache = _configured()
-    if cache is not None:
-        cache.update(key, value, label)
-
-
-def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
-    """Stores a value in the configured folder; see ``PlanCache.put``."""
-    cache = _configured()
-    return value if cache is None else cache.put(key, value, label)
+@functools.lru_cache
+def _opened(folder: Path | None, limit: int) -> PlanCache:
+    cache = PlanCache(folder or os.devnull, limit)  # where nothing is, and nothing can be added
+    cache._writable = folder is not None
+    return cache
 
 
 class Entry(NamedTuple):
@@ -303,15 +283,3 @@ def _remove(path: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _configured() -> PlanCache | None:
-    chosen = settings()
-    if chosen.plan_cache is None:
-        return None
-    return _opened(chosen.plan_cache, chosen.plan_cache_bytes)
-
-
-@functools.lru_cache
-def _opened(folder: Path, limit: int) -> PlanCache:
-    return PlanCache(folder, limit)

@@ -1,6 +1,7 @@
 """What planning fails of for a while is nobody's refusal: tried twice, then XLA, nothing kept."""
 
 import os
+import pickle
 import signal
 
 import jax
@@ -11,7 +12,6 @@ import jax_cudnn as jc
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.planning import build, planner
 from jax_cudnn._core.planning.deviceless import client
-from jax_cudnn._core.planning.deviceless import process as wire
 
 MATRICES = [jax.ShapeDtypeStruct((1, 64, 64), "bfloat16")] * 2
 LIST = '{"engineId":1}\nError: CUDNN_STATUS_%s; Reason: g != 1\nWarning: CUDNN_STATUS_%s; Reason: x'
@@ -94,7 +94,7 @@ def test_a_failure_is_of_one_program_and_leaves_nothing(
 
 MIDWAY = """
 import os, signal, sys
-os.write(int(sys.argv[1]), (1000).to_bytes(8, "big") + b"a part")
+os.write(int(sys.argv[1]), (1000).to_bytes(4, "big") + b"a part")
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -120,11 +120,11 @@ def test_another_worker_plans_in_place_of_one_that_fails(name, no_plans, monkeyp
             deadline = 0.0 if name == "late" else deadline
             request += bytes(10**7 * (name == "unread"))
             if name == "midway":
-                request = wire.pack(("builtins:exec", (MIDWAY,), {}))
+                request = pickle.dumps(("builtins:exec", (MIDWAY,), {}))
         return ask(self, request, deadline)
 
     monkeypatch.setattr(client._Worker, "ask", harmful)
-    monkeypatch.setattr(client, "_IDLE", 2)
+    monkeypatch.setattr(client, "_STUCK", 2)
     assert lowered(product, *MATRICES).count("custom_call @jax_cudnn(") == 1
-    assert client._seats[0].worker.process.pid not in harmed
+    assert client._idle[0].process.pid not in harmed
     assert "XLA runs" not in caplog.text

@@ -21,7 +21,7 @@ from jax_cudnn._core.planning.deviceless import client, profiles
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
 from jax_cudnn._core.planning.stored import key_text
-from jax_cudnn._core.store import cache
+from jax_cudnn._core.store.cache import configured
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
@@ -134,9 +134,9 @@ def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp
     monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
     jc.configure(plan_cache=tmp_path)
     key = key_text("plan", spec().for_planning.canonical(), planner.identity(H200))
-    cache.put(key, {"engine": "of another kind"})
+    configured().put(key, {"engine": "of another kind"})
     assert planner.plan(spec(), H200, "f") == PLAN
-    assert cache.get(key) == json.loads(json.dumps(PLAN.to_json()))
+    assert configured().get(key) == json.loads(json.dumps(PLAN.to_json()))
     assert caplog.text.count("is ignored (foreign") == 1
 
 
@@ -221,10 +221,11 @@ def test_what_fails_ahead_is_told_for_its_function_when_its_turn_comes(monkeypat
 
 
 def test_an_interrupt_drops_the_graphs_that_wait(monkeypatch, cores):
-    begun = []
+    begun, two = [], threading.Barrier(3)
 
     def build(spec, site):
         begun.append(spec)
+        two.wait(60)
         time.sleep(0.3)
         return PLAN
 
@@ -232,6 +233,7 @@ def test_an_interrupt_drops_the_graphs_that_wait(monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
 
     def interrupted(futures):
+        two.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(placement, "wait", interrupted)

@@ -12,6 +12,8 @@ import pytest
 from helpers import lowered
 
 import jax_cudnn as jc
+from jax_cudnn._core import compat
+from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.planning import planner, progress
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
@@ -130,9 +132,9 @@ def test_gpus_are_one_or_several_names_profiles_or_devices(plans, monkeypatch):
         assert jc.plan(relu, X, gpus=gpus).keys() == {"A100"}
     devices = jax.devices("cpu")
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    monkeypatch.setattr(support.compat, "is_cuda", lambda device: True)
+    monkeypatch.setattr(compat, "is_cuda", lambda device: True)
     assert jc.support(relu, X, gpus=[*devices, "H200"]).gpus == ("cpu", "H200")
-    assert plans == [("relu", gpu) for gpu in (A100, support.CudaDevice(0), H200)]
+    assert plans == [("relu", gpu) for gpu in (A100, CudaDevice(0), H200)]
 
 
 def test_plans_are_tables_by_gpu(plans):

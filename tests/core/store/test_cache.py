@@ -92,15 +92,15 @@ def test_configure_changes_what_is_given(tmp_path, monkeypatch):
     settings.configure(job_timeout=5)
     tuning = os.environ["JAX_CUDNN_TUNING"]  # off, in tests
     assert settings.settings() == settings.Settings(tmp_path / "here", 10**6, 5.0, tuning)
-    assert cache.put("a", VALUE) == PlanCache("here").get("a")
+    assert cache.configured().put("a", VALUE) == PlanCache("here").get("a")
     assert PlanCache("here").limit == 10**6
     before = settings.settings()
     with pytest.raises(jc.GraphError):
         settings.configure(plan_cache_bytes=1, job_timeout=0)
     assert settings.settings() == before
     settings.configure(plan_cache=None)
-    assert cache.put("a", {"n": 2}) == {"n": 2}
-    assert cache.get("a") is None
+    assert cache.configured().put("a", {"n": 2}) == {"n": 2}
+    assert cache.configured().get("a") is None
     assert names(tmp_path) == ["here"]
 
 

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import importlib.util
 import logging
+import multiprocessing
 import os
 import pickle
-import select
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from ...errors import JaxCudnnError, PlanningWorkerError
-from . import process as environment
-from . import process as wire
+from ...errors import JaxCudnnError, LibraryError, PlanningWorkerError
+from ...package import install, packaged_library
 
 log = logging.getLogger("jax_cudnn")
 
 _TAIL = 4096  # bytes of the worker's output in an error
-_TOLD, _IDLE = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
+_WARNED, _STUCK = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
 
-_condition = threading.Condition()  # guards the three below
-_seats: list[_Seat] = []
-_free: list[_Seat] = []
+_condition = threading.Condition()  # guards the four below
+_calls = 0  # that run, or start a worker
+_idle: list[_Worker] = []
+_started: list[_Worker] = []  # those that live
 _wanted: list[int] = []  # the count of each ``workers`` block that is open
 
 
@@ -53,14 +54,10 @@ def call(
     or does not run (stopped, or in a deadlock), ``LibraryError`` where a part of it is missing.
     After that, the next call starts a new worker.
     """
-    request = wire.pack((function, args, kwargs))
-    with _seat() as seat:
-        deadline = time.monotonic() + timeout
-        if fresh:
-            seat.stop()
-        worker = seat.current()
+    request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
+    with _worker(fresh) as (worker, began):
         try:
-            answer = worker.ask(request, deadline)
+            answer = worker.ask(request, began + timeout)
         except EOFError:
             raise worker.death(function) from None
         except TimeoutError as error:
@@ -87,11 +84,9 @@ def workers(count: int) -> Iterator[None]:
     finally:
         with _condition:
             _wanted.remove(count)
-            excess = [_free.pop() for _ in range(min(len(_free), len(_seats) - _limit()))]
-            for seat in excess:
-                _seats.remove(seat)
-        for seat in excess:
-            seat.stop()
+            excess = [_idle.pop() for _ in range(min(len(_idle), len(_started) - _limit()))]
+        for worker in excess:
+            worker.stop()
 
 
 def _limit() -> int:
@@ -99,56 +94,43 @@ def _limit() -> int:
 
 
 @contextlib.contextmanager
-def _seat() -> Iterator[_Seat]:
-    """Waits for a slot, which serves one call at a time."""
+def _worker(fresh: bool) -> Iterator[tuple[_Worker, float]]:
+    """A worker for one call, an idle one unless ``fresh``, and since when its time counts."""
+    global _calls
     with _condition:
-        _condition.wait_for(lambda: _free or len(_seats) < _limit())
-        if not _free:
-            _seats.append(_Seat())
-            _free.append(_seats[-1])
-        seat = _free.pop()
+        _condition.wait_for(lambda: _calls < _limit())
+        _calls += 1
+        worker = _idle.pop() if _idle else None
+    began = time.monotonic()
     try:
-        yield seat
+        if worker is not None and (fresh or worker.process.poll() is not None):
+            worker.stop()  # if it died while it was idle, nothing is lost
+            worker = None
+        worker = worker or _start()
+        yield worker, began
     finally:
+        usable = [] if worker is None or worker.stopped else [worker]
         with _condition:
-            excess = len(_seats) > _limit()
-            if excess:
-                _seats.remove(seat)
-            else:
-                _free.append(seat)
+            _calls -= 1
+            if len(_idle) + _calls < _limit():
+                _idle.extend(usable)
+                usable = []
             _condition.notify()
-        if excess:
-            seat.stop()
-
-
-class _Seat:
-    """A slot for one worker."""
-
-    worker: _Worker | None = None
-
-    def current(self) -> _Worker:
-        """The worker, started if none is alive."""
-        if self.worker is not None and self.worker.owner != os.getpid():
-            self.worker.forget()
-        if self.worker is not None and self.worker.process.poll() is not None:
-            self.worker.stop()  # it died while idle: nothing is lost
-        if self.worker is None or self.worker.stopped:
-            environment.check()
-            try:
-                self.worker = _Worker()
-            except OSError as error:
-                raise PlanningWorkerError(
-                    "the planning worker cannot be started",
-                    got=f"{type(error).__name__}: {error}",
-                    why="this machine lacks memory, processes, open files or temporary space",
-                    fix="free some, and try again",
-                ) from error
-        return self.worker
-
-    def stop(self) -> None:
-        worker = self.worker
-        if worker is not None and worker.owner == os.getpid() and not worker.stopped:
+        for worker in usable:
             worker.stop()
+
+
+def _start() -> _Worker:
+    check()
+    try:
+        return _Worker()
+    except OSError as error:
+        raise PlanningWorkerError(
+            "the planning worker cannot be started",
+            got=f"{type(error).__name__}: {error}",
+            why="this machine lacks memory, processes, open files or temporary space",
+            fix="free some, and try again",
+        ) from error
 
 
 def _unpack(answer: bytes) -> Any:
@@ -168,63 +150,70 @@ def _unpack(answer: bytes) -> Any:
 
 
 class _Worker:
-    """The subprocess, our end of its socket, and the file that takes its output."""
+    """The subprocess, our end of its connection, and the file that takes its output."""
 
     def __init__(self) -> None:
-        interpreter = [environment.python(), "-P", "-X", "faulthandler"]
+        interpreter = [python(), "-P", "-X", "faulthandler"]
         module = ["-m", "jax_cudnn._core.planning.deviceless.worker"]
-        self.owner = os.getpid()
         self.ready = self.stopped = False
+        self.thread: threading.Thread | None = None
         # A file, not a pipe: the worker never waits for a reader. It appends, so that we can
         # empty the file.
         self.log = tempfile.TemporaryFile("a+b")
-        self.connection, theirs = socket.socketpair()
-        self.connection.setblocking(False)  # ``_wait`` waits
+        self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [*interpreter, *module, str(theirs.fileno()), str(environment.null_driver())],
+                [*interpreter, *module, str(theirs.fileno()), str(null_driver())],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
                 pass_fds=[theirs.fileno()],
-                env=environment.variables(),
+                env=variables(),
                 start_new_session=True,  # Ctrl-C is for us; we then stop the worker
             )
+        _started.append(self)
 
     def ask(self, request: bytes, deadline: float) -> bytes:
-        wait = functools.partial(self._wait, deadline)
-        if not self.ready:
-            _unpack(wire.receive(self.connection, wait))
-            self.ready = True
-        self.log.truncate(0)
-        wire.send(self.connection, request, wait)
-        return wire.receive(self.connection, wait)
-
-    def _wait(self, deadline: float, event: int) -> None:
-        """Until the socket has an event; TimeoutError after the deadline, or before if the worker
-        does not run.
+        """Its answer to a request; TimeoutError after the deadline, or before if the worker does
+        not run.
 
         Its use of the CPU is what shows that it runs: cuDNN's frontend holds Python's lock, so
         that no thread of the worker could tell. Seconds are counted, not measured: where this
         process was stopped, too, nothing is wrong with the worker.
         """
-        poll, idle, used = select.poll(), 0, ""
-        poll.register(self.connection, event)
+        answer: Future[bytes] = Future()
+        self.thread = threading.Thread(target=self._talk, args=(request, answer), daemon=True)
+        self.thread.start()
+        idle, used = 0, ""
         while (left := deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * min(1.0, left)):
-                return
+            if wait([answer], min(1.0, left)).done:
+                return answer.result()
             before, used = used, self._cpu()
             idle = idle + 1 if used and used == before else 0
-            if idle == _TOLD:
+            if idle == _WARNED:
                 log.warning(
                     "the planning worker (process %d) has not run for %d s; it is ended after %d s",
                     self.process.pid,
                     idle,
-                    _IDLE,
+                    _STUCK,
                 )
-            if idle >= _IDLE:
+            if idle >= _STUCK:
                 raise TimeoutError(f"did not run for {idle} s")
         raise TimeoutError
+
+    def _talk(self, request: bytes, answer: Future[bytes]) -> None:
+        """In a thread, as a worker that is stopped blocks what is sent, and a part of an answer."""
+        try:
+            if not self.ready:
+                _unpack(self.connection.recv_bytes())
+                self.ready = True
+            self.log.truncate(0)
+            self.connection.send_bytes(request)
+            answer.set_result(self.connection.recv_bytes())
+        except OSError as error:
+            answer.set_exception(EOFError(str(error)))
+        except BaseException as error:
+            answer.set_exception(error)
 
     def _cpu(self) -> str:
         """How much it has used the CPU, as the kernel says; empty where that is not known."""
@@ -252,6 +241,8 @@ class _Worker:
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for a disk for long
             self.process.wait(10)
+        if self.thread is not None:
+            self.thread.join(10)  # it reads no other file that gets the same number
         self._close()
 
     def forget(self) -> None:
@@ -261,6 +252,8 @@ class _Worker:
 
     def _close(self) -> None:
         self.stopped = True
+        with contextlib.suppress(ValueError):  # it was closed before
+            _started.remove(self)
         self.connection.close()
         self.log.close()
 
@@ -281,20 +274,89 @@ class _Worker:
 
 
 def _after_fork_in_child() -> None:
-    global _condition
-    _condition = threading.Condition()  # another thread may have held it
-    for seat in _seats:
-        if seat.worker is not None and not seat.worker.stopped:
-            seat.worker.forget()
-    _seats.clear()
-    _free.clear()
+    global _condition, _calls
+    _condition, _calls = threading.Condition(), 0  # another thread may have held it
+    _idle.clear()
+    for worker in [*_started]:
+        worker.forget()
 
 
 def _exit() -> None:
-    for seat in _seats:
-        seat.stop()
+    for worker in [*_started]:
+        worker.stop()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_exit)
+
+
+# -- what a worker needs to start ------------------------------------------------------------------
+
+
+def null_driver() -> Path:
+    """The stand-in for libcuda.so.1."""
+    return packaged_library("libjax_cudnn_null_driver.so")
+
+
+def check() -> None:
+    """Raises ``LibraryError`` if planning without a GPU cannot work here."""
+    if not sys.platform.startswith("linux"):
+        raise LibraryError(
+            "planning without a GPU needs Linux",
+            got=sys.platform,
+            why="it replaces libcuda.so.1, which cuDNN's runtime-compiled engines need",
+            fix="lower the program on Linux",
+        )
+    if not null_driver().is_file():
+        raise LibraryError(
+            "the null driver is missing",
+            expected=str(null_driver()),
+            why="this installation of jax_cudnn has no compiled libraries",
+            fix="install jax-cudnn from a wheel, or build it: pip install .",
+        )
+    if importlib.util.find_spec("cudnn") is None:
+        raise LibraryError(
+            "the Python frontend of cuDNN is not installed",
+            expected="the module `cudnn` of nvidia-cudnn-frontend",
+            fix="pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: "
+            + install("cuda12", "cuda13"),
+        )
+
+
+def python() -> str:
+    """The interpreter for the worker; LibraryError for an embedded Python, which has none."""
+    executable = sys.executable or ""
+    if "python" not in Path(executable).name.lower() or getattr(sys, "frozen", False):
+        raise LibraryError(
+            "planning without a GPU needs a Python interpreter",
+            expected="sys.executable to be a Python interpreter",
+            got=repr(executable),
+            why="planning runs in a subprocess, and this Python is embedded in another program",
+            fix="set sys.executable to the Python interpreter of this environment",
+        )
+    return executable
+
+
+def variables() -> dict[str, str]:
+    """The worker's environment: no GPU, this process's ``sys.path``, CUDA's wheels."""
+    # The same order as in the frontend: the user's LD_LIBRARY_PATH, then the wheels.
+    libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *wheel_folders()) if path]
+    paths = [os.path.abspath(path) for path in sys.path if os.pathsep not in path]
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def wheel_folders() -> list[str]:
+    """``nvidia/<library>/lib`` (CUDA 12's wheels) and ``nvidia/cu13/lib`` (CUDA 13's).
+
+    cuDNN's libraries have an RPATH to their neighbours; this is for wheels in several places.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec is not None else None
+    return [str(path) for root in roots or () for path in sorted(Path(root).glob("*/lib"))]

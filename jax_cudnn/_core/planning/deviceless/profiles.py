@@ -90,12 +90,6 @@ class Profile:
         return cls(name, sm_version, device_name, text, bool(content.get("measured", True)))
 
 
-def _meant(given: Any) -> str | None:
-    """The name that is written in another way; other numbers are other GPUs."""
-    letters = "".join(filter(str.isalnum, str(given))).lower().removeprefix("nvidia")
-    return next((f"did you mean {name!r}?" for name in names() if name.lower() == letters), None)
-
-
 def names() -> tuple[str, ...]:
     """The names of the profiles that come with this package, sorted."""
     return tuple(sorted(profile.name for profile in _shipped().values()))
@@ -110,26 +104,24 @@ def get(name: str) -> Profile:
         TargetError: there is no such profile; the message lists all.
     """
     try:
-        return _by_any_name()[name.strip().lower().removeprefix("nvidia ")]
+        own = {p.device_name.lower().removeprefix("nvidia "): p for p in _shipped().values()}
+        return {**own, **_shipped()}[name.strip().lower().removeprefix("nvidia ")]
     except (KeyError, AttributeError):
+        # A name that is written in another way; other numbers are other GPUs.
+        letters = "".join(filter(str.isalnum, str(name))).lower().removeprefix("nvidia")
+        meant = (f"did you mean {known!r}?" for known in names() if known.lower() == letters)
         raise TargetError(
             "unknown GPU",
             expected=f"one of {', '.join(names())}",
             got=repr(name),
             why="planning without a GPU needs a profile of it, and none is shipped for this one",
-            fix=" Else, ".join(filter(None, [_meant(name), HOW_TO_READ])),
+            fix=" Else, ".join([*meant, HOW_TO_READ]),
         ) from None
 
 
 def shipped() -> tuple[Profile, ...]:
     """The profiles that come with this package, the oldest architecture first."""
     return tuple(sorted(_shipped().values(), key=lambda p: (p.sm_version, p.name)))
-
-
-@functools.cache
-def _by_any_name() -> dict[str, Profile]:
-    own = {p.device_name.lower().removeprefix("nvidia "): p for p in _shipped().values()}
-    return {**own, **_shipped()}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The planning worker: ``python -m jax_cudnn._core.planning.deviceless.worker FD NULL_DRIVER``.
 
 A process with the null driver in place of ``libcuda.so.1``, which must never use a GPU.
-``client.py`` starts it; it answers over the socket ``FD`` and ends when the other side is gone.
+``client.py`` starts it; it answers over the connection ``FD`` and ends when the other side is gone.
 A request is ``("package.module:function", args, kwargs)``; an answer is ``("ok", result)`` or
 ``("error", pickled exception or None, its type and traceback as text)``. The first message comes
 without a request, once the worker is ready.
@@ -17,40 +17,39 @@ import importlib
 import os
 import pickle
 import select
-import socket
 import sys
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ...errors import LibraryError
-from . import process as wire
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
     threading.Thread(target=_end_with_client, args=(connection.fileno(),), daemon=True).start()
     try:
         _load_null_driver(sys.argv[2])
     except Exception as error:
-        wire.send(connection, _failure(error))
+        connection.send(_failure(error))
         return
-    wire.send(connection, wire.pack(("ok", None)))
+    connection.send(("ok", None))
     while True:
         try:
-            request = wire.receive(connection)
+            request = connection.recv_bytes()
         except EOFError:
             return
-        wire.send(connection, _answer(request))
+        connection.send_bytes(_answer(request))
 
 
 def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
-        return wire.pack(("ok", resolve(function)(*args, **kwargs)))
+        return pickle.dumps(("ok", resolve(function)(*args, **kwargs)), pickle.HIGHEST_PROTOCOL)
     except BaseException as error:  # sys.exit() in a planning function is its error, not our end
-        return _failure(error)
+        return pickle.dumps(_failure(error))
 
 
 def resolve(function: str) -> Any:
@@ -64,14 +63,14 @@ def resolve(function: str) -> Any:
     return found
 
 
-def _failure(error: BaseException) -> bytes:
+def _failure(error: BaseException) -> tuple[str, bytes | None, str]:
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)  # many exceptions pickle, but cannot be made again
     except Exception:
         pickled = None
-    return wire.pack(("error", pickled, text))
+    return "error", pickled, text
 
 
 def _load_null_driver(path: str) -> None:

@@ -1,24 +1,38 @@
-"""Selects another of cuDNN's candidates for a plan."""
+"""The candidates of a plan: what else cuDNN proposes for its graph, how fast each one is, and the
+plan with another of them."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time as clock
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
-from ..cuda import CudaDevice
-from ..errors import GraphError, PlanningError, UnsupportedGraphError
-from ..graph.options import HEURISTICS
-from ..graph.spec import intern
-from . import choice, planner
-from .build import Candidate
-from .deviceless.profiles import Profile
-from .planned_graph import PlannedGraph, PlannedSegment
+import jax
+import numpy as np
+
+from . import execution, ffi
+from .compat import Device
+from .errors import GraphError, PlanningError, UnsupportedGraphError
+from .graph.dtypes import is_floating
+from .graph.options import HEURISTICS
+from .graph.spec import intern
+from .operands import operands
+from .planning import choice, planner
+from .planning.build import Candidate
+from .planning.placement import Site
+from .planning.planned_graph import PlannedGraph
+from .text import aligned
+from .trials import in_turns
 
 P = TypeVar("P", bound=PlannedGraph)
 _SUPPORTED = {True: "yes", False: "no", None: "not tried"}
+_SHORT, _LONG = 8, 40  # executions in a row, in one program
+_WARM, _LEAST, _MOST = 2, 5, 25  # rounds
+_BUDGET = 0.5  # seconds of rounds
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Candidates(Sequence[Candidate]):
         """
         return self.replaced(map(self._try, self.rows))
 
-    def replaced(self, rows: Iterator[Candidate]) -> Candidates:
+    def replaced(self, rows: Iterable[Candidate]) -> Candidates:
         """A copy with other rows."""
         return replace(self, rows=tuple(rows))
 
@@ -69,9 +83,7 @@ class Candidates(Sequence[Candidate]):
     def __str__(self) -> str:
         timed = any(row.seconds is not None for row in self.rows)
         header = ("", "engine", *HEURISTICS, "workspace", "supported", *["us"] * timed, "notes")
-        lines = [header, *(self._cells(row, timed) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        table = aligned([header, *(self._cells(row, timed) for row in self.rows)])
         said = f"*: the plan's own; {', '.join(HEURISTICS)}: rank in each mode of the heuristics"
         return "\n".join([f"{len(self)} candidates on {self.gpu}", *table, said])
 
@@ -107,9 +119,17 @@ def select(plan: P, which: int | Candidate) -> P:
     """The plan of a candidate."""
     own = plan.only
     candidate = which if isinstance(which, Candidate) else _at(plan, which)
-    if (candidate.engine, candidate.knobs) == (own.engine_id, dict(own.knobs)):
+    chosen = candidate.engine, candidate.knobs
+    if chosen == (own.engine_id, dict(own.knobs)):
         return plan
-    _check_known(plan, candidate)
+    rows = planner.candidates(plan.spec, _site(plan), plan.name)
+    if chosen not in [(row.engine, row.knobs) for row in rows]:
+        # Of another plan: cuDNN might still build it, or report that it is for another GPU.
+        raise GraphError(
+            f"{plan.name}: no such candidate",
+            expected="one of the candidates of this plan",
+            got=f"{candidate.name}, which cuDNN does not propose for this graph and GPU",
+        )
     if candidate.supported is False:
         raise UnsupportedGraphError(
             f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be selected",
@@ -127,13 +147,13 @@ def parts(plan: P) -> tuple[P, ...]:
     """A plan for each cuDNN segment."""
     if len(plan.segments) == 1:
         return (plan,) if plan.execution_plans else ()
-    return tuple(_part(plan, segment) for segment in plan.segments if segment.plan is not None)
-
-
-def _part(plan: P, segment: PlannedSegment) -> P:
-    alone = replace(segment, calls=tuple(range(len(segment.spec.calls))))
-    names = ", ".join(call.name for call in segment.spec.calls)
-    return replace(plan, name=f"{plan.name}: {names}", spec=segment.spec, segments=(alone,))
+    found = []
+    for segment in plan.segments:
+        if segment.plan is not None:
+            alone = replace(segment, calls=tuple(range(len(segment.spec.calls))))
+            name = f"{plan.name}: {', '.join(call.name for call in segment.spec.calls)}"
+            found.append(replace(plan, name=name, spec=segment.spec, segments=(alone,)))
+    return tuple(found)
 
 
 def tried(plan: PlannedGraph, candidate: Candidate) -> Candidate:
@@ -149,18 +169,6 @@ def tried(plan: PlannedGraph, candidate: Candidate) -> Candidate:
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
 
 
-def _check_known(plan: PlannedGraph, candidate: Candidate) -> None:
-    """GraphError for a candidate of another plan: cuDNN might still build it, or report that it is
-    for another GPU."""
-    rows = planner.candidates(plan.spec, _site(plan), plan.name)
-    if (candidate.engine, candidate.knobs) not in [(row.engine, row.knobs) for row in rows]:
-        raise GraphError(
-            f"{plan.name}: no such candidate",
-            expected="one of the candidates of this plan",
-            got=f"{candidate.name}, which cuDNN does not propose for this graph and GPU",
-        )
-
-
 def _at(plan: PlannedGraph, index: int) -> Candidate:
     rows = candidates(plan)
     try:
@@ -173,7 +181,7 @@ def _at(plan: PlannedGraph, index: int) -> Candidate:
         ) from None
 
 
-def _site(plan: PlannedGraph) -> Profile | CudaDevice:
+def _site(plan: PlannedGraph) -> Site:
     if plan.site is None:
         raise GraphError(
             f"{plan.name}: the candidates of this plan are not known",
@@ -183,3 +191,89 @@ def _site(plan: PlannedGraph) -> Profile | CudaDevice:
             fix="plan the function again: jax_cudnn.plan(fn, *args)",
         )
     return plan.site
+
+
+# -- time on the device ----------------------------------------------------------------------------
+
+
+def time(plan: PlannedGraph, arrays: Sequence[Any], device: Device | None) -> float:
+    """See :meth:`jax_cudnn.Plan.time`.
+
+    Two programs run the plan 8 and 40 times in sequence, each execution waiting for the previous
+    one. The difference excludes the start of a program, and the device never waits for Python.
+    """
+    _ = plan.only
+    placed = execution.on_device(plan, arrays or random_arrays(plan), device)
+    programs = [functools.partial(_repeated(plan, count), *placed) for count in (_SHORT, _LONG)]
+    for program in programs * _WARM:
+        jax.block_until_ready(program())
+    runs = [functools.partial(_seconds, program) for program in programs]
+    more = [long - short for short, long in in_turns(runs, _LEAST, _MOST, _BUDGET)]
+    return max(statistics.median(more) / (_LONG - _SHORT), 0.0)
+
+
+def time_candidates(
+    plan: PlannedGraph,
+    arrays: Sequence[Any],
+    device: Device | None,
+    limit: int | None,
+) -> Candidates:
+    """See :meth:`jax_cudnn.Plan.time_candidates`."""
+    placed = execution.on_device(plan, arrays or random_arrays(plan), device)
+    left = len(rows := candidates(plan)) if limit is None else limit
+    found = []
+    for row in rows:
+        if left > 0 and (row := tried(plan, row)).supported:
+            left -= 1
+            try:
+                row = replace(row, seconds=time(select(plan, row), placed, None))
+            except (UnsupportedGraphError, jax.errors.JaxRuntimeError) as error:  # where it runs
+                left += 1
+                row = replace(row, supported=False, reason=str(error).partition("\n")[0])
+        found.append(row)
+    return rows.replaced(found)
+
+
+def autotune(
+    plan: PlannedGraph,
+    arrays: Sequence[Any],
+    device: Device | None,
+    limit: int | None,
+) -> PlannedGraph:
+    """See :meth:`jax_cudnn.Plan.autotune`."""
+    rows = [row for row in time_candidates(plan, arrays, device, limit) if row.seconds is not None]
+    return select(plan, min(rows, key=lambda row: row.seconds or 0.0)) if rows else plan
+
+
+def random_arrays(plan: PlannedGraph) -> list[np.ndarray]:
+    """Realistic operands: kernels can be faster with zeros."""
+    for tensor in plan.spec.input_tensors:
+        if tensor.dtype != "bool" and not is_floating(tensor.dtype):
+            raise GraphError(
+                f"{plan.name}: operand {tensor.name!r} cannot be random",
+                got=str(tensor),
+                why="integers can be lengths or positions, for which random values may be invalid",
+                fix="pass the arrays: plan.time(x, ...)",
+            )
+    return operands(plan.spec)
+
+
+def _seconds(program: Any) -> float:
+    began = clock.perf_counter()
+    jax.block_until_ready(program())
+    return clock.perf_counter() - began
+
+
+@functools.lru_cache(maxsize=8)
+def _repeated(plan: PlannedGraph, count: int) -> Any:
+    """The jitted function that executes a plan ``count`` times in sequence."""
+
+    call = functools.partial(ffi.outputs_and_workspace, plan.only, plan.spec, plan.name)
+
+    def run(*given: jax.Array) -> Sequence[jax.Array]:
+        workspace = None
+        for _ in range(count):
+            outputs, workspace = call(*given, after=workspace)
+        return outputs
+
+    return jax.jit(run)
