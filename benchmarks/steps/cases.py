@@ -104,7 +104,7 @@ class StepCase(Case):
         with nothing_planned():
             began = time.perf_counter()
             for spec, name in specs.items():
-                auto.place(spec, site, name)
+                auto.plan_graph(spec, site, name)
             return entry | {"cold_planning_s": round(time.perf_counter() - began, 2)}
 
     def described(self) -> dict[str, str]:

@@ -32,11 +32,12 @@ log = logging.getLogger("jax_cudnn")
 def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
     """The plan of a graph in a lowering rule's context.
 
-    Raises what :func:`place` raises; GraphError for symbolic dimensions, TargetError without a GPU.
+    Raises what :func:`plan_graph` raises; GraphError for symbolic dimensions, TargetError without a
+    GPU.
     """
     name += spec.origin.suffix
     if spec.xla_only:
-        return place(spec, None, name)
+        return plan_graph(spec, None, name)
     if not spec.is_static:
         raise GraphError(
             f"{name}: symbolic dimensions cannot be planned for CUDA",
@@ -53,7 +54,7 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
             graphs = [*_graphs(compat.program_jaxpr())]
             if len(graphs) > 1:
                 placement.ahead(graphs, site)
-        return place(spec, site, name, devices)
+        return plan_graph(spec, site, name, devices)
 
 
 def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
@@ -66,7 +67,7 @@ def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
                 yield from _graphs(inner)
 
 
-def place(
+def plan_graph(
     spec: GraphSpec, site: Site | None, name: str, devices: Sequence[Device] = ()
 ) -> PlannedGraph:
     """The plan of a graph for a GPU; None for any, if XLA runs the graph on all of them.

@@ -306,7 +306,7 @@ def _refused(spec: GraphSpec, where: Site, name: str) -> str:
         # Processes of a job trace alike, and none may measure what the others do not.
         several = jax.process_count() > 1
         plan = placement.decide(spec, where, name) if several else None
-        segments = plan or auto.place(spec, where, name).segments
+        segments = plan or auto.plan_graph(spec, where, name).segments
     except JaxCudnnError as error:
         return error.summary
     for segment in segments:
@@ -321,7 +321,7 @@ def _gain(jaxpr: Any, where: Site) -> str:
     if len(graphs) != 1:
         return ""
     ((name, spec),) = graphs
-    ways = () if jax.process_count() > 1 else auto.place(spec, where, name).measured
+    ways = () if jax.process_count() > 1 else auto.plan_graph(spec, where, name).measured
     if ways:
         taken = next((way.seconds for way in ways if way.taken), None)
         xla = next((way.seconds for way in ways if way.what == XLA), None)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._core import compat, context
-from .._core.auto import place
+from .._core.auto import plan_graph
 from .._core.errors import JaxCudnnError
 from .._core.graph.spec import GraphSpec
 from .._core.planning.cost import Cost, cost
@@ -222,7 +222,7 @@ def placed(graphs: Graphs) -> list[Plan]:
     """The plan of each graph for this machine's GPU or for ``jax_cudnn.target``. Raises TargetError
     if there is neither."""
     site = context.site(jax.local_devices(), "bench")
-    return [Plan.of(place(spec, site, name)) for spec, name, _ in graphs]
+    return [Plan.of(plan_graph(spec, site, name)) for spec, name, _ in graphs]
 
 
 def engines(graphs: Graphs) -> list[str]:

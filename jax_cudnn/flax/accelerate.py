@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.text import aligned
 from .layer import SWAPPED, Layer, replacement, shallow, taken
 
 M = TypeVar("M", bound=nnx.Module)
@@ -175,12 +176,9 @@ class Report:
         """A table, followed by the counts."""
         head = ("path", "class", "swapped", "why")
         rows = [(e.path, e.name, "yes" if e.swapped else "no", e.why) for e in self.entries]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        ]
-        return "\n".join((*lines, f"{len(self.swapped)} swapped, {len(self.kept)} kept"))
+        return "\n".join(
+            (*aligned([head, *rows]), f"{len(self.swapped)} swapped, {len(self.kept)} kept")
+        )
 
 
 def _copied(model: M) -> tuple[M, Report]:

@@ -70,7 +70,7 @@ class Checks:
 
     def plans(self, specs: Sequence[GraphSpec]) -> list[Plan]:
         """Theirs, whose segments compute what the graphs do."""
-        plans = [auto.place(spec, self.site, "random") for spec in specs]
+        plans = [auto.plan_graph(spec, self.site, "random") for spec in specs]
         for plan in plans:
             check_segments(plan.spec, plan.segments)
         return plans

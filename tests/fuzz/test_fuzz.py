@@ -241,9 +241,9 @@ def test_the_command_tells_a_refused_plan_and_its_smallest_part(many, monkeypatc
             raise jc.UnsupportedGraphError("no sums today")
         return placed(spec, site, name)
 
-    placed = auto.place
+    placed = auto.plan_graph
     monkeypatch.setattr(settings, "_given", settings._given)
-    monkeypatch.setattr(auto, "place", place)
+    monkeypatch.setattr(auto, "plan_graph", place)
     drawn = {graph.seed: {*methods(graph.spec)} for graph in many}
     seed = next(n for n, found in drawn.items() if "genstats" in found and len(found) > 3)
     assert main(["graphs", "--gpu", "H200", "--seeds", str(seed)]) == 1

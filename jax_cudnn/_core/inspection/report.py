@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..graph.dtypes import FP8, is_floating
 from ..graph.spec import GraphSpec
+from ..text import aligned
 
 SUSPECT = 4.0
 """An operation is suspect from this multiple of the error that rounding explains."""
@@ -190,10 +191,9 @@ class Bisection:
         rows = [(max(group, key=_suspicion), len(group)) for group in groups.values()]
         rows.sort(key=lambda row: _suspicion(row[0]), reverse=True)
         cells = [_HEADER, *(_cells(entry, runs) for entry, runs in rows[:_ROWS])]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        yield lines[0]
-        for line, (entry, _) in zip(lines[1:], rows, strict=False):
+        head, *lines = aligned(cells)
+        yield head
+        for line, (entry, _) in zip(lines, rows, strict=False):
             yield line
             if entry.line:
                 yield f"    {_short(entry.line)}"

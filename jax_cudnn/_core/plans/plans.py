@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 
 from .. import compat, context
-from ..auto import place
+from ..auto import plan_graph
 from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError, GraphTypeError, TargetError, shown
@@ -141,7 +141,7 @@ def _plans(traced: Mapping[str, Graphs], sites: Mapping[str, Site | None]) -> By
             plans.notes, plans.calls = found.notes, found.calls
             for name, spec in found.items():
                 site = sites[gpu] or context.site(default_devices(), name)
-                plans[name] = Plan.of(place(spec, site, name))
+                plans[name] = Plan.of(plan_graph(spec, site, name))
                 program.done += 1
     return made
 

@@ -367,12 +367,12 @@ def test_an_altered_split_is_discarded_and_searched_anew(rows, store, monkeypatc
         raise jc.UnsupportedGraphError("no engine", why="too odd")
 
     monkeypatch.setattr(planner, "_build", build)
-    want = auto.place(SPEC, H200, "f")
+    want = auto.plan_graph(SPEC, H200, "f")
     (path,) = store[0].folder.glob("*.plan")
     content = read_entry(path.read_bytes(), path.stem)
     path.write_bytes(encode(content._replace(value={"segments": rows})))
     auto.clear()
-    assert auto.place(SPEC, H200, "f") == want
+    assert auto.plan_graph(SPEC, H200, "f") == want
     assert store[0].get(content.key) == content.value
     assert caplog.text.count("is ignored (foreign: ") == 1
 
@@ -382,8 +382,8 @@ def test_a_job_refuses_a_plan_that_is_not_for_its_graph(made_up_plans, monkeypat
     monkeypatch.setattr(agreement, "leader", lambda devices: 0)
     monkeypatch.setattr(agreement, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
     device = SimpleNamespace(device_kind="NVIDIA H200")
-    (plan,) = auto.place(SPEC, H200, "f", [device]).execution_plans
+    (plan,) = auto.plan_graph(SPEC, H200, "f", [device]).execution_plans
     assert plan == build(SPEC)
     row["plan"]["workspace_bytes"] = -1
     with pytest.raises(jc.JobError, match="workspace_bytes: expected 0 to "):
-        auto.place(SPEC, H200, "f", [device])
+        auto.plan_graph(SPEC, H200, "f", [device])

@@ -96,7 +96,7 @@ def fake(monkeypatch, tmp_path):
 
 
 def taken(spec=SPEC):
-    planned = auto.place(spec, GPU, "f")
+    planned = auto.plan_graph(spec, GPU, "f")
     (segment,) = planned.segments
     return segment.engine, planned
 
