@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
-import itertools
+import math
 import os
+import struct
 import sysconfig
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,9 @@ from .graph.layout import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .package import packaged_library
-from .planning.execution_plan import ExecutionPlan
+from .planning.execution_plan import CONSTANT, RESULT, ExecutionPlan
 
 TARGET = "jax_cudnn"
-TIMED_TARGET = "jax_cudnn_timed"
 LIBRARY = "libjax_cudnn.so"
 PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
 
@@ -46,22 +46,20 @@ def library() -> ctypes.CDLL:
             "compiler)",
         ) from error
     loaded.JaxCudnnLoadedPath.restype = ctypes.c_char_p
-    loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
     loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
     return loaded
 
 
 @functools.cache
-def register(target: str = TARGET) -> None:
+def register() -> None:
     """Registers the handlers with XLA; safe without a CUDA plugin, where nothing calls them."""
-    loaded, kind = library(), "Timed" if target == TIMED_TARGET else ""
+    loaded = library()
     handlers = {
-        "instantiate": loaded.JaxCudnnInstantiate,
-        "initialize": getattr(loaded, f"JaxCudnn{kind}Initialize"),
-        "execute": getattr(loaded, f"JaxCudnn{kind}Execute"),
+        "instantiate": jax.ffi.pycapsule(loaded.JaxCudnnInstantiate),
+        "initialize": jax.ffi.pycapsule(loaded.JaxCudnnInitialize),
+        "execute": jax.ffi.pycapsule(loaded.JaxCudnnExecute),
     }
-    capsules = {stage: jax.ffi.pycapsule(function) for stage, function in handlers.items()}
-    jax.ffi.register_ffi_target(target, capsules, platform=PLATFORM)
+    jax.ffi.register_ffi_target(TARGET, handlers, platform=PLATFORM)
 
 
 def call(
@@ -76,7 +74,6 @@ def outputs_and_workspace(
     spec: GraphSpec,
     name: str,
     *operands: Any,
-    target: str = TARGET,
     in_place: Mapping[int, int] = MappingProxyType({}),
     after: jax.Array | None = None,
 ) -> tuple[Sequence[jax.Array], jax.Array]:
@@ -85,7 +82,7 @@ def outputs_and_workspace(
     ``in_place``: operands by position whose memory a result takes. ``after``: the workspace of
     another call, which this one then follows; it does not read it.
     """
-    register(target)
+    register()
     sent, wide = wire(spec), widened(spec)
     operands = tuple(
         x if wired is t else _sent(x, t, wired)
@@ -98,7 +95,7 @@ def outputs_and_workspace(
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
     initial = initial_values(sent)
     begun = [  # results that the plan writes a part of, and what the other parts hold
-        (i, _word(value, result.dtype))
+        (i, 0, math.prod(result.shape) * result.dtype.itemsize, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := initial.get(t.name)) is not None
     ]
@@ -109,34 +106,66 @@ def outputs_and_workspace(
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(
-        target,
+        TARGET,
         [*results, workspace],
         input_layouts=[*layouts_in, *(flat for _ in (*plan.tables, *followed))],
         output_layouts=[*layouts_out, flat],
         input_output_aliases=dict(in_place),
-    )(*operands, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
+    )(*operands, *followed, **attributes(plan, name, begun))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
     return [y if wired is t else _given(y, wired, t) for y, wired, t in given], used
 
 
-def attributes(plan: ExecutionPlan, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
-    """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
+def attributes(
+    plan: ExecutionPlan, name: str, begun: Sequence[tuple[int, int, int, int]] = ()
+) -> dict[str, Any]:
+    """The custom call's attributes. All numbers are 64 bits.
+
+    ``plan``, ``name`` (for messages), ``device_name``, ``cudnn_version``, ``workspace_bytes`` (of
+    the last result) and ``plan_workspace_offset`` (where cuDNN's own begins in it) are the plan's.
+
+    ``bindings``: rows (uid, kind, value, bytes), what each tensor of the plan points to: the
+    graph's operands in order, its results in order, and more. The uid -1: it is not the plan's.
+
+    - 0, operand, and 1, result: its number, and its exact bytes.
+    - 2, workspace: an offset in it before cuDNN's own, a multiple of 16.
+    - 3, constant: value and bytes are its 16 bytes, which cuDNN reads on the host.
+    - 4, view: an earlier row, and the offset from its pointer, a multiple of 16.
+
+    ``memsets``: rows (result, offset, bytes, word), what is written before each execution: 4 bytes
+    that are repeated, or zeros. Memset, because a captured copy would read its source again at each
+    replay, and because XLA passes a result other memory than the operand that it should alias
+    where it fuses the call with slices of its operands.
+
+    ``checksum``: the CRC-32 of all others in alphabetical order. A damaged or edited program is
+    rejected before cuDNN sees it; it does not protect against a program with another checksum.
+    """
+    results = sum(kind == RESULT for _, kind, _, _ in plan.bindings)
+    bindings = [
+        (uid, kind, *struct.unpack_from("<2q", plan.scalars, at))
+        if kind == CONSTANT
+        else (uid, kind, at, size)
+        for uid, kind, at, size in plan.bindings
+    ]
+    fills = [(results, at, unit * count, word) for at, unit, count, word in plan.fills]
     given = {
         "plan": plan.text,
         "name": name,
         "cudnn_version": np.int64(plan.cudnn_version),
         "device_name": plan.device_name,
-        "bindings": np.array(plan.bindings, np.int64).reshape(-1),
-        "fills": np.array(plan.fills, np.int64).reshape(-1),
-        "initial": np.array(initial, np.int64),
-        "scalars": np.frombuffer(plan.scalars, np.uint8),
+        "bindings": np.array(bindings, np.int64).reshape(-1),
+        "memsets": np.array([*fills, *begun], np.int64).reshape(-1),
         "workspace_bytes": np.int64(plan.workspace_bytes),
         "plan_workspace_offset": np.int64(plan.plan_workspace_offset),
     }
-    values = (value for _, value in sorted(given.items()))
-    data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in values)
+    data = b"".join(as_bytes(value) for _, value in sorted(given.items()))
     return {**given, "checksum": np.int64(zlib.crc32(data))}
+
+
+def as_bytes(value: Any) -> bytes:
+    """An attribute as the executor reads it."""
+    return value.encode() if isinstance(value, str) else value.tobytes()
 
 
 def _word(value: float, dtype: Any) -> int:

@@ -1,0 +1,241 @@
+// Runs cuDNN's finished plans: what lives once per process, per device, and per custom call.
+//
+// cuDNN and the CUDA driver are found at run time, and declared here by hand, so that one binary
+// serves CUDA 12 and 13 and compiles with no CUDA toolkit. The numbers are ABI of cuDNN 9.
+// Failures are thrown without the graph's name; handler.cc adds it, and knows XLA's call frames.
+#ifndef JAX_CUDNN_CSRC_EXECUTOR_H_
+#define JAX_CUDNN_CSRC_EXECUTOR_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_cudnn {
+
+namespace ffi = xla::ffi;
+
+using Status = int;        // cudnnStatus_t and CUresult; 0 is success in both
+using Stream = void*;      // CUstream
+using Context = void*;     // CUcontext
+using Handle = void*;      // cudnnHandle_t
+using Descriptor = void*;  // cudnnBackendDescriptor_t
+using CudaGraph = void*;   // CUgraph
+
+#define JAX_CUDNN_OF_CUDNN(F)                                                           \
+  F(size_t, cudnnGetVersion, ())                                                        \
+  F(const char*, cudnnGetErrorString, (Status))                                         \
+  F(void, cudnnGetLastErrorString, (char* message, size_t size))                        \
+  F(Status, cudnnCreate, (Handle*))                                                     \
+  F(Status, cudnnSetStream, (Handle, Stream))                                           \
+  F(Status, cudnnBackendCreateDescriptor, (int type, Descriptor*))                      \
+  F(Status, cudnnBackendDestroyDescriptor, (Descriptor))                                \
+  F(Status, cudnnBackendSetAttribute, (Descriptor, int, int, int64_t, const void*))     \
+  F(Status, cudnnBackendGetAttribute, (Descriptor, int, int, int64_t, int64_t*, void*)) \
+  F(Status, cudnnBackendFinalize, (Descriptor))                                         \
+  F(Status, cudnnBackendExecute, (Handle, Descriptor plan, Descriptor pack))
+// Null where this cuDNN 9 lacks them; only CUDA graphs need them.
+#define JAX_CUDNN_OF_LATER_CUDNN(F)                                                     \
+  F(Status, cudnnBackendPopulateCudaGraph, (Handle, Descriptor, Descriptor, CudaGraph)) \
+  F(Status, cudnnBackendUpdateCudaGraph, (Handle, Descriptor, Descriptor, CudaGraph))
+// cuda.h maps unversioned names to those with _v2; the unversioned symbols are an older ABI.
+#define JAX_CUDNN_OF_DRIVER(F)                                      \
+  F(Status, cuGetErrorString, (Status, const char**))               \
+  F(Status, cuStreamGetCtx, (Stream, Context*))                     \
+  F(Status, cuCtxPushCurrent_v2, (Context))                         \
+  F(Status, cuCtxPopCurrent_v2, (Context*))                         \
+  F(Status, cuCtxGetDevice, (int*))                                 \
+  F(Status, cuDeviceGetName, (char*, int length, int device))       \
+  F(Status, cuMemsetD8Async, (uint64_t, uint8_t, size_t, Stream))   \
+  F(Status, cuMemsetD32Async, (uint64_t, uint32_t, size_t, Stream)) \
+  F(Status, cuGraphGetNodes, (CudaGraph, void** nodes, size_t* count))
+#define JAX_CUDNN_DECLARE(result, name, parameters) result(*name) parameters;
+
+// The process's cuDNN and driver. All globals are trivially destroyed, or never: executables are
+// released late, at interpreter exit too.
+struct Api {
+  JAX_CUDNN_OF_CUDNN(JAX_CUDNN_DECLARE)
+  JAX_CUDNN_OF_LATER_CUDNN(JAX_CUDNN_DECLARE)
+  JAX_CUDNN_OF_DRIVER(JAX_CUDNN_DECLARE)
+  int64_t version;   // cudnnGetVersion(): 91900 is 9.19.0
+  const char* path;  // of cuDNN
+};
+extern Api api;
+
+// Loads cuDNN, and perhaps the driver, unless they are loaded. Failures are not remembered, since
+// the fallback path may be set later: it counts where the process has no cuDNN yet, for two copies
+// do not know of each other's plans.
+void Load(bool driver);
+void SetFallbackPath(const char* path);
+
+template <typename... Parts>
+[[noreturn]] void Fail(ffi::ErrorCode code, const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw ffi::Error(code, text.str());
+}
+void Check(Status status, const char* step, const char* advice = "");  // fail in cuDNN's words,
+void CheckDriver(Status status, const char* step);                     // and in the driver's
+std::string VersionText(int64_t version);                              // "9.19.0" for 91900
+
+enum { kPlan = 5, kPlanHandle = 400, kPlanWorkspaceSize = 402, kPlanJson = 405 };
+enum { kPack = 16, kPackUids = 1000, kPackPointers = 1001, kPackWorkspace = 1003 };
+enum { kTypeHandle = 0, kTypeInt64 = 3, kTypePointer = 6, kTypeChar = 24 };
+struct BackendAttribute {
+  int name, type;
+  int64_t count;
+  const void* elements;
+};
+// A finalized descriptor.
+Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes, const char* step,
+                     const char* advice = "");
+
+// What tests and benchmarks/host.py look at, in this order; times only while `timed`.
+struct Counts {
+  std::atomic<int64_t> handles_created, plans_finalized, plans_alive, packs_built, packs_alive,
+      call_sites_alive, initialize_ns, execute_ns, cudnn_ns, executions;
+};
+extern Counts counts;
+extern std::atomic<bool> timed;
+
+// Fails if this process may no longer use cuDNN: after its exit handlers ran, and in a child forked
+// from a process that had used it.
+void FailIfEnded();
+
+// Refuses new work, waits about a second for work in flight, and leaves everything allocated. Runs
+// as an exit handler, before the driver's teardown; public for tests.
+void CloseDevices();
+
+// Makes a CUDA context current on this thread for a scope.
+struct ContextScope {
+  explicit ContextScope(Context context) : status(api.cuCtxPushCurrent_v2(context)) {}
+  ~ContextScope() {
+    if (Context popped; status == 0) api.cuCtxPopCurrent_v2(&popped);
+  }
+  const Status status;
+};
+
+// Never destroyed: executables may be released after the CUDA driver was torn down.
+struct Device {
+  struct Plan {  // a finalized one; the last call site to let go of it destroys it
+    ~Plan();
+    Device& device;
+    Descriptor descriptor = nullptr;
+    int64_t workspace_bytes = 0;  // that cuDNN needs
+  };
+  // cuDNN forbids two threads in one handle: whoever holds the mutex may use it. Handles are not
+  // free, so more threads than there are lanes take turns.
+  struct alignas(64) Lane {
+    std::mutex mutex;
+    Handle handle = nullptr;
+  };
+  static constexpr int kMaxLanes = 16;
+
+  // The device of a stream's context, with a handle. The first call for a context makes it.
+  static Device& OfStream(Stream stream);
+  // Takes a lane with a handle; that of this thread's last call, if it is free.
+  std::unique_lock<std::mutex> Acquire(int& lane);
+  // Makes a handle if there is none, or executions had to wait and there may be more. Not while
+  // executing: handles cannot be created under stream capture.
+  void AddHandle();
+  // The plan of this text, finalized unless some call site holds it already.
+  std::shared_ptr<const Plan> GetPlan(const std::string& text);
+  // Locked while cuDNN objects are made or destroyed; not owned once the process has ended, and
+  // then they must be leaked.
+  std::unique_lock<std::mutex> LockUnlessEnded();
+
+  const Context context;
+  const std::string name;  // "NVIDIA H200"
+  std::array<Lane, kMaxLanes> lanes{};
+  std::atomic<int> handles{0};  // of the first lanes
+  std::atomic<bool> wants_handle{true};
+  std::mutex mutex{};  // of creation and destruction; never held by an execution
+  std::map<std::string, std::weak_ptr<const Plan>> plans{};  // by their texts
+};
+
+// The custom call's attributes by name, as bytes: see `attributes` of _core/ffi.py.
+using Attributes = std::map<std::string, std::string>;
+int64_t Checksum(const Attributes& attributes);  // CRC-32 of the others, one after another
+
+struct Buffer {
+  void* data;
+  int64_t bytes;
+};
+using Buffers = ffi::Span<const Buffer>;
+
+struct Recording {  // into a CUDA graph that is empty, or that gets other pointers
+  CudaGraph graph;
+  bool update;
+};
+
+// One custom call of one executable: its plan, and where the plan's pointers come from. Everything
+// is decoded and checked once; then it serves all devices of its executable, from many threads.
+class CallSite {
+ public:
+  static constexpr size_t kMaxBindings = 256;  // on the stack; the largest graphs have dozens
+  static constexpr int32_t kMaxDevices = 64;
+
+  explicit CallSite(const Attributes& attributes);
+  ~CallSite();
+  // Makes handle and plan ready on a device. XLA calls it before every execution.
+  void Initialize(int32_t ordinal, Stream stream);
+  // Runs the plan on a stream, or records it. The last result is the workspace.
+  void Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers results,
+               const Recording* into = nullptr);
+  const std::string& name() const { return name_; }
+
+  static ffi::TypeId id;  // required of an XLA FFI state, as is the next
+  static ffi::TypeInfo info;
+
+ private:
+  enum Kind : int64_t { kOperand, kResult, kWorkspace, kScalar, kView };
+  static constexpr int64_t kNoUid = -1;
+  struct alignas(16) Binding {  // cuDNN reads the last 16 bytes of a scalar's
+    int64_t uid, kind, value, bytes;
+  };
+  struct Memset {
+    int64_t result, offset, bytes, word;
+  };
+  struct Pack {  // a finalized variant pack
+    std::vector<void*> pointers;
+    Descriptor descriptor;
+  };
+  struct OnDevice {
+    ~OnDevice();
+    Descriptor PackOf(int lane, void* const* pointers, const std::vector<int64_t>& uids);
+    Device& device;
+    const std::shared_ptr<const Device::Plan> plan;
+    // The last few of each lane, guarded by it: building one takes up to 2.3 us, and XLA mostly
+    // passes the same pointers again.
+    std::array<std::vector<Pack>, Device::kMaxLanes> packs{};
+  };
+
+  int64_t SizeOf(size_t row, bool listed, const std::vector<int64_t>& sizes) const;
+  void CheckBindings();
+  void CheckTensors(const std::vector<int64_t>& sizes) const;
+  void CheckMemsets() const;
+  std::atomic<OnDevice*>& On(int32_t ordinal);
+  void Record(const OnDevice& here, Handle handle, Descriptor pack, const Recording& into) const;
+
+  const std::string plan_, name_, device_name_;
+  const int64_t cudnn_version_, workspace_bytes_, plan_workspace_offset_;
+  const std::vector<Binding> bindings_;
+  const std::vector<Memset> memsets_;
+  std::vector<int64_t> uids_;           // of the bindings that have one
+  int64_t operands_ = 0, results_ = 0;  // at least; without the workspace
+  int64_t first_result_ = 0;            // its row of bindings
+  std::mutex mutex_;                    // creation of what follows
+  std::array<std::atomic<OnDevice*>, kMaxDevices> devices_{};
+};
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_CSRC_EXECUTOR_H_
