@@ -93,14 +93,13 @@ def _call_site(plan: ExecutionPlan, name: str) -> int:
 
 @functools.cache  # never freed: CUDA graphs that use its kernels may exist
 def _new_call_site(plan: ExecutionPlan, name: str) -> int:
-    given = ffi.attributes(plan, name)
-    data, site = [ffi.as_bytes(value) for value in given.values()], ctypes.c_void_p()
-    texts, sizes = ctypes.c_char_p * len(data), ctypes.c_int64 * len(data)
+    given, site = ffi.attributes(plan, name), ctypes.c_void_p()
+    rows = given["rows"]
     message = _library().JaxCudnnNewCallSite(
-        ctypes.c_int64(len(data)),
-        texts(*(key.encode() for key in given)),
-        texts(*data),
-        sizes(*map(len, data)),
+        *(given[key].encode() for key in ("device_name", "name", "plan")),
+        rows.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),
+        ctypes.c_size_t(rows.size),
+        ctypes.c_int64(given["checksum"]),
         ctypes.byref(site),
     )
     if message:

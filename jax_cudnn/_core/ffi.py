@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
-import math
 import os
 import struct
 import sysconfig
@@ -24,10 +23,18 @@ from .graph.layout import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .package import packaged_library
-from .planning.execution_plan import CONSTANT, RESULT, ExecutionPlan
+from .planning.execution_plan import (
+    CONSTANT,
+    RESULT,
+    SCALAR_STRIDE,
+    SLOT,
+    UNBOUND,
+    ExecutionPlan,
+)
 
 TARGET = "jax_cudnn"
 LIBRARY = "libjax_cudnn.so"
+MEMSET = 5  # a kind of a row, after those of execution_plan.py
 PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
 
 
@@ -94,11 +101,11 @@ def outputs_and_workspace(
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
     initial = initial_values(sent)
-    begun = [  # results that the plan writes a part of, and what the other parts hold
-        (i, 0, math.prod(result.shape) * result.dtype.itemsize, _word(value, result.dtype))
+    begun = {  # results that the plan writes a part of, and what the other parts hold
+        i: _word(value, result.dtype)
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := initial.get(t.name)) is not None
-    ]
+    }
     followed = () if after is None else (after,)
     orders = layout(sent).orders
     layouts_in = [orders[name] for name in sent.inputs]
@@ -118,54 +125,49 @@ def outputs_and_workspace(
 
 
 def attributes(
-    plan: ExecutionPlan, name: str, begun: Sequence[tuple[int, int, int, int]] = ()
+    plan: ExecutionPlan, name: str, begun: Mapping[int, int] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The custom call's attributes. All numbers are 64 bits.
+    """The custom call's attributes. ``begun``: words, by results that they fill before each run.
 
-    ``plan``, ``name`` (for messages), ``device_name``, ``cudnn_version``, ``workspace_bytes`` (of
-    the last result) and ``plan_workspace_offset`` (where cuDNN's own begins in it) are the plan's.
-
-    ``bindings``: rows (uid, kind, value, bytes), what each tensor of the plan points to: the
-    graph's operands in order, its results in order, and more. The uid -1: it is not the plan's.
+    ``device_name`` and ``plan`` are the plan's, ``name`` is for messages. ``rows`` of 4 numbers of
+    64 bits are the version of cuDNN, the bytes of the workspace (the last result), where cuDNN's
+    own begins in it, and 0; and then what each tensor of the plan points to: (uid, kind, value,
+    bytes), the graph's operands in order, its results in order, and more. The uid -1: it is not the
+    plan's. The kinds:
 
     - 0, operand, and 1, result: its number, and its exact bytes.
     - 2, workspace: an offset in it before cuDNN's own, a multiple of 16.
     - 3, constant: value and bytes are its 16 bytes, which cuDNN reads on the host.
     - 4, view: an earlier row, and the offset from its pointer, a multiple of 16.
-
-    ``memsets``: rows (result, offset, bytes, word), what is written before each execution: 4 bytes
-    that are repeated, or zeros. Memset, because a captured copy would read its source again at each
-    replay, and because XLA passes a result other memory than the operand that it should alias
-    where it fuses the call with slices of its operands.
+    - 5, memset: an earlier row (a result, or workspace), and the bytes that are written there
+      before each execution. The uid is the word of 4 bytes that they repeat. Memset, because a
+      captured copy would read its source again at each replay, and because XLA passes a result
+      other memory than the operand that it should alias where it fuses the call with slices.
 
     ``checksum``: the CRC-32 of all others in alphabetical order. A damaged or edited program is
     rejected before cuDNN sees it; it does not protect against a program with another checksum.
     """
-    results = sum(kind == RESULT for _, kind, _, _ in plan.bindings)
-    bindings = [
-        (uid, kind, *struct.unpack_from("<2q", plan.scalars, at))
-        if kind == CONSTANT
-        else (uid, kind, at, size)
-        for uid, kind, at, size in plan.bindings
+    rows = [(plan.cudnn_version, plan.workspace_bytes, plan.plan_workspace_offset, 0)]
+    for uid, kind, place, size in plan.bindings:
+        if kind == CONSTANT and not 0 <= place <= len(plan.scalars) - SCALAR_STRIDE:
+            raise LibraryError(f"{name}: a constant of the plan is not in its constants")
+        constant = struct.unpack_from("<2q", plan.scalars, place) if kind == CONSTANT else ()
+        rows.append((uid, kind, *(constant or (place, size))))
+    results = [i for i, row in enumerate(plan.bindings) if row[1] == RESULT]
+    memsets = [
+        (word, MEMSET, results[i], plan.bindings[results[i]][3]) for i, word in begun.items()
     ]
-    fills = [(results, at, unit * count, word) for at, unit, count, word in plan.fills]
+    for place, unit, count, word in plan.fills:
+        memsets.append((word, MEMSET, len(rows) - 1, unit * count))
+        rows.append((UNBOUND, SLOT, place, unit * count))
     given = {
-        "plan": plan.text,
-        "name": name,
-        "cudnn_version": np.int64(plan.cudnn_version),
         "device_name": plan.device_name,
-        "bindings": np.array(bindings, np.int64).reshape(-1),
-        "memsets": np.array([*fills, *begun], np.int64).reshape(-1),
-        "workspace_bytes": np.int64(plan.workspace_bytes),
-        "plan_workspace_offset": np.int64(plan.plan_workspace_offset),
+        "name": name,
+        "plan": plan.text,
+        "rows": np.array([*rows, *memsets], np.int64).reshape(-1),
     }
-    data = b"".join(as_bytes(value) for _, value in sorted(given.items()))
+    data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in given.values())
     return {**given, "checksum": np.int64(zlib.crc32(data))}
-
-
-def as_bytes(value: Any) -> bytes:
-    """An attribute as the executor reads it."""
-    return value.encode() if isinstance(value, str) else value.tobytes()
 
 
 def _word(value: float, dtype: Any) -> int:

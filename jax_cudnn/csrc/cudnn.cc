@@ -1,16 +1,23 @@
 #include <dlfcn.h>
-#include <stdlib.h>
+#include <pthread.h>
+#include <stdlib.h>  // realpath
+
+#include <chrono>
+#include <cstdlib>
+#include <thread>
 
 #include "executor.h"
 
 namespace jax_cudnn {
 
 Api api{};
+std::atomic<int64_t> counts[kCounts];
+std::atomic<bool> timed{false};
 
 namespace {
 
 constexpr char kCudnn[] = "libcudnn.so.9";
-std::mutex g_mutex;  // of what follows, and of loading
+std::mutex g_loading;  // and of the next two
 std::string& g_fallback_path = *new std::string;
 bool g_has_driver = false;
 
@@ -24,60 +31,59 @@ void* Open(const char* path, int flags, std::string& tried) {
   return nullptr;
 }
 
-// Looks a function up; adds its name to `missing` when the library lacks it.
+// Looks a function up; adds its name to `missing` when the library lacks it. Not every cuDNN 9 has
+// CUDA graphs, and nothing else needs those functions.
 template <typename Function>
-void Find(void* library, const char* name, Function& function, std::string& missing) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  if (function == nullptr) missing += std::string(missing.empty() ? "" : ", ") + name;
+void Find(void* library, const std::string& name, Function& function, std::string& missing) {
+  function = reinterpret_cast<Function>(dlsym(library, name.c_str()));
+  if (function != nullptr || name.find("CudaGraph") != name.npos) return;
+  missing += (missing.empty() ? "" : ", ") + name;
 }
 #define JAX_CUDNN_FIND(result, name, parameters) Find(library, #name, api.name, missing);
 
-void LoadCudnn() {
-  std::string tried, missing;
-  void* library = Open(kCudnn, RTLD_NOLOAD, tried);
-  if (!library && !g_fallback_path.empty()) library = Open(g_fallback_path.c_str(), 0, tried);
-  if (!library) library = Open(kCudnn, 0, tried);
-  if (!library) {
-    Fail(ffi::ErrorCode::kNotFound,
-         "cuDNN 9 was not found. Install it with JAX: pip install 'jax-cudnn[cuda12]' or "
-         "'jax-cudnn[cuda13]'. Tried, in this order:",
-         tried);
-  }
-  JAX_CUDNN_OF_CUDNN(JAX_CUDNN_FIND)
-  if (!missing.empty()) {
-    Fail(ffi::ErrorCode::kNotFound, "the loaded cuDNN lacks ", missing, "; it is not cuDNN 9.");
-  }
-  JAX_CUDNN_OF_LATER_CUDNN(JAX_CUDNN_FIND)
-  Dl_info info{};
-  dladdr(reinterpret_cast<void*>(api.cudnnGetVersion), &info);
-  const char* name = info.dli_fname ? info.dli_fname : "an unknown path";
-  const char* real = realpath(name, nullptr);  // dlopen may have followed a soname
-  api.path = real ? real : name;
-  api.version = static_cast<int64_t>(api.cudnnGetVersion());
-}
+enum { kRunning, kClosed, kForked };
+std::atomic<int> g_state{kRunning};
+std::mutex g_mutex;
+std::vector<Device*>& g_devices = *new std::vector<Device*>;
 
-void LoadDriver() {
-  std::string tried, missing;
-  void* library = Open("libcuda.so.1", 0, tried);
-  if (!library) Fail(ffi::ErrorCode::kNotFound, "the CUDA driver was not found:", tried);
-  JAX_CUDNN_OF_DRIVER(JAX_CUDNN_FIND)
-  if (!missing.empty()) {
-    Fail(ffi::ErrorCode::kNotFound, "the loaded CUDA driver lacks ", missing, ".");
-  }
-  g_has_driver = true;
-}
+bool Ended() { return g_state.load(std::memory_order_relaxed) != kRunning; }
 
 }  // namespace
 
-void SetFallbackPath(const char* path) {
-  std::lock_guard<std::mutex> lock(g_mutex);
+// Where to load cuDNN from when the process has none at its first use. A loaded copy always wins:
+// two copies in one process do not know of each other's plans.
+JAX_CUDNN_EXPORT void JaxCudnnSetFallbackPath(const char* path) {
+  std::lock_guard<std::mutex> lock(g_loading);
   g_fallback_path = path;
 }
 
 void Load(bool driver) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  if (api.version == 0) LoadCudnn();
-  if (driver && !g_has_driver) LoadDriver();
+  std::lock_guard<std::mutex> lock(g_loading);
+  std::string tried, missing;
+  if (api.version == 0) {
+    const char* const fallback = g_fallback_path.c_str();
+    void* library = Open(kCudnn, RTLD_NOLOAD, tried);
+    if (!library && *fallback) library = Open(fallback, 0, tried);
+    if (!library) library = Open(kCudnn, 0, tried);
+    Expect(library,
+           "cuDNN 9 was not found. Install it with JAX: pip install 'jax-cudnn[cuda12]' or "
+           "'jax-cudnn[cuda13]'. Tried, in this order:",
+           tried);
+    JAX_CUDNN_OF_CUDNN(JAX_CUDNN_FIND)
+    Expect(missing.empty(), "the loaded cuDNN lacks ", missing, "; it is not cuDNN 9.");
+    Dl_info info{};  // its path is not always real: dlopen may have followed a soname
+    dladdr(reinterpret_cast<void*>(api.cudnnGetVersion), &info);
+    api.path = realpath(info.dli_fname, nullptr);
+    if (api.path == nullptr) api.path = "an unknown path";
+    api.version = static_cast<int64_t>(api.cudnnGetVersion());
+  }
+  if (driver && !g_has_driver) {
+    void* library = Open("libcuda.so.1", 0, tried);
+    Expect(library, "the CUDA driver was not found:", tried);
+    JAX_CUDNN_OF_DRIVER(JAX_CUDNN_FIND)
+    Expect(missing.empty(), "the loaded CUDA driver lacks ", missing, ".");
+    g_has_driver = true;
+  }
 }
 
 std::string VersionText(int64_t version) {
@@ -89,32 +95,160 @@ void Check(Status status, const char* step, const char* advice) {
   if (status == 0) return;
   char why[2048] = "";
   api.cudnnGetLastErrorString(why, sizeof(why) - 1);
-  Fail(ffi::ErrorCode::kInternal, "cuDNN ", VersionText(api.version), " failed to ", step, ": ",
-       api.cudnnGetErrorString(status), " (", status, ")", *why ? ": " : "", why, advice);
+  Expect(false, "cuDNN ", VersionText(api.version), " failed to ", step, ": ",
+         api.cudnnGetErrorString(status), " (", status, ")", *why ? ": " : "", why, advice);
 }
 
 void CheckDriver(Status status, const char* step) {
   if (status == 0) return;
   const char* text = nullptr;
   api.cuGetErrorString(status, &text);
-  Fail(ffi::ErrorCode::kInternal, "the CUDA driver failed to ", step, ": ",
-       text ? text : "unknown error", " (", status, ")");
+  Expect(false, "the CUDA driver failed to ", step, ": ", text ? text : "unknown error", " (",
+         status, ")");
 }
 
 Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes, const char* step,
                      const char* advice) {
   Descriptor made = nullptr;
-  try {
-    Check(api.cudnnBackendCreateDescriptor(type, &made), step, advice);
-    for (const auto& a : attributes) {
-      Check(api.cudnnBackendSetAttribute(made, a.name, a.type, a.count, a.elements), step, advice);
-    }
-    Check(api.cudnnBackendFinalize(made), step, advice);
-  } catch (...) {
-    if (made != nullptr) api.cudnnBackendDestroyDescriptor(made);
-    throw;
+  Check(api.cudnnBackendCreateDescriptor(type, &made), step, advice);
+  std::unique_ptr<void, Status (*)(Descriptor)> owned(made, api.cudnnBackendDestroyDescriptor);
+  for (const auto& [name, element_type, count, elements] : attributes) {
+    Check(api.cudnnBackendSetAttribute(made, name, element_type, count, elements), step, advice);
   }
-  return made;
+  Check(api.cudnnBackendFinalize(made), step, advice);
+  return owned.release();
+}
+
+void FailIfEnded() {
+  const int state = g_state.load(std::memory_order_relaxed);
+  Expect(state != kForked,
+         "this process was forked from one that had used cuDNN, and CUDA does not survive a fork. "
+         "Start processes with 'spawn': multiprocessing.set_start_method('spawn')");
+  Expect(state != kClosed, "the process is shutting down and cuDNN was closed");
+}
+
+void CloseDevices() {
+  int running = kRunning;  // in a forked child no thread is left to give anything back
+  if (!g_state.compare_exchange_strong(running, kClosed)) return;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  // Waits for whoever holds a mutex; who takes it later sees that the process has ended.
+  const auto passed = [&](std::mutex& mutex) {
+    while (!mutex.try_lock()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    mutex.unlock();
+    return true;
+  };
+  if (!passed(g_mutex)) return;
+  for (Device* device : g_devices) {
+    passed(device->mutex);
+    for (Device::Lane& lane : device->lanes) passed(lane.mutex);
+  }
+}
+
+Device& Device::OfStream(Stream stream) {
+  Load(true);
+  Context context = nullptr;
+  CheckDriver(api.cuStreamGetCtx(stream, &context), "find a stream's context");
+  std::lock_guard<std::mutex> lock(g_mutex);
+  FailIfEnded();
+  for (Device* device : g_devices) {
+    if (device->context == context) return *device;
+  }
+  ContextScope scope(context);
+  int ordinal = 0;
+  char name[256] = "";
+  CheckDriver(api.cuCtxGetDevice(&ordinal), "find a stream's device");
+  CheckDriver(api.cuDeviceGetName(name, sizeof(name) - 1, ordinal), "name a stream's device");
+  if (g_devices.empty()) {
+    pthread_atfork(nullptr, nullptr, [] { g_state = kForked; });
+    std::atexit(CloseDevices);
+  }
+  g_devices.push_back(new Device{context, name});
+  return *g_devices.back();
+}
+
+std::unique_lock<std::mutex> Device::Acquire(int& lane) {
+  thread_local int last = 0;  // the packs of this thread's pointers are there
+  FailIfEnded();              // first, so that executions cannot keep CloseDevices() from a lane
+  const int count = handles.load(std::memory_order_acquire);
+  std::unique_lock<std::mutex> held;
+  for (int i = 0; i < count && !held.owns_lock(); ++i) {
+    lane = (last + i) % count;
+    held = std::unique_lock<std::mutex>(lanes[lane].mutex, std::try_to_lock);
+  }
+  if (!held.owns_lock()) {
+    wants_handle.store(count < kMaxLanes, std::memory_order_relaxed);
+    held.lock();
+  }
+  FailIfEnded();
+  last = lane;
+  return held;
+}
+
+std::unique_lock<std::mutex> Device::LockUnlessEnded() {
+  if (Ended()) return {};  // first, since a forked child could wait without end
+  std::unique_lock<std::mutex> lock(mutex);
+  if (Ended()) lock.unlock();
+  return lock;
+}
+
+void Device::AddHandle() {
+  if (!wants_handle.load(std::memory_order_relaxed)) return;
+  const auto lock = LockUnlessEnded();
+  FailIfEnded();
+  const int lane = handles.load(std::memory_order_relaxed);
+  if (wants_handle.load(std::memory_order_relaxed) && lane < kMaxLanes) {
+    ContextScope scope(context);
+    Check(api.cudnnCreate(&lanes[lane].handle), "create a handle");
+    ++counts[kHandlesMade];
+    handles.store(lane + 1, std::memory_order_release);
+    std::atexit(CloseDevices);
+  }
+  wants_handle.store(false, std::memory_order_relaxed);
+}
+
+std::shared_ptr<const Device::Plan> Device::GetPlan(const std::string& text) {
+  std::shared_ptr<Plan> plan(new Plan{*this});  // before the lock, which its destructor takes
+  const auto lock = LockUnlessEnded();
+  FailIfEnded();
+  for (auto entry = plans.begin(); entry != plans.end();) {
+    entry = entry->second.expired() ? plans.erase(entry) : std::next(entry);
+  }
+  std::weak_ptr<const Plan>& known = plans[text];
+  if (auto alive = known.lock()) return alive;
+  ContextScope scope(context);
+  int lane = 0;
+  const auto held = Acquire(lane);
+  plan->descriptor = Finalized(
+      kPlan,
+      {{kPlanHandle, kTypeHandle, 1, &lanes[lane].handle},
+       {kPlanJson, kTypeChar, static_cast<int64_t>(text.size()), text.c_str()}},
+      "finalize a plan",
+      ". The plan was built with another driver or installation of cuDNN, or is damaged: lower the "
+      "function again on this machine");
+  ++counts[kPlansMade];
+  ++counts[kPlansAlive];
+  std::atexit(CloseDevices);
+  int64_t count = 0;
+  Check(api.cudnnBackendGetAttribute(plan->descriptor, kPlanWorkspaceSize, kTypeInt64, 1, &count,
+                                     &plan->workspace_bytes),
+        "read a plan's workspace");
+  known = plan;
+  return plan;
+}
+
+Device::Plan::~Plan() {
+  if (descriptor == nullptr) return;
+  const auto lock = device.LockUnlessEnded();
+  if (!lock.owns_lock()) return;
+  --counts[kPlansAlive];
+  try {
+    ContextScope scope(device.context);
+    api.cudnnBackendDestroyDescriptor(descriptor);
+  } catch (const std::exception&) {  // without a context its kernels are gone with it
+  }
 }
 
 }  // namespace jax_cudnn

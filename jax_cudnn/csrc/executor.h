@@ -3,21 +3,24 @@
 // cuDNN and the CUDA driver are found at run time, and declared here by hand, so that one binary
 // serves CUDA 12 and 13 and compiles with no CUDA toolkit. The numbers are ABI of cuDNN 9.
 // Failures are thrown without the graph's name; handler.cc adds it, and knows XLA's call frames.
-#ifndef JAX_CUDNN_CSRC_EXECUTOR_H_
-#define JAX_CUDNN_CSRC_EXECUTOR_H_
+#pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
+
+#define JAX_CUDNN_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace jax_cudnn {
 
@@ -41,9 +44,7 @@ using CudaGraph = void*;   // CUgraph
   F(Status, cudnnBackendSetAttribute, (Descriptor, int, int, int64_t, const void*))     \
   F(Status, cudnnBackendGetAttribute, (Descriptor, int, int, int64_t, int64_t*, void*)) \
   F(Status, cudnnBackendFinalize, (Descriptor))                                         \
-  F(Status, cudnnBackendExecute, (Handle, Descriptor plan, Descriptor pack))
-// Null where this cuDNN 9 lacks them; only CUDA graphs need them.
-#define JAX_CUDNN_OF_LATER_CUDNN(F)                                                     \
+  F(Status, cudnnBackendExecute, (Handle, Descriptor plan, Descriptor pack))            \
   F(Status, cudnnBackendPopulateCudaGraph, (Handle, Descriptor, Descriptor, CudaGraph)) \
   F(Status, cudnnBackendUpdateCudaGraph, (Handle, Descriptor, Descriptor, CudaGraph))
 // cuda.h maps unversioned names to those with _v2; the unversioned symbols are an older ABI.
@@ -63,24 +64,21 @@ using CudaGraph = void*;   // CUgraph
 // released late, at interpreter exit too.
 struct Api {
   JAX_CUDNN_OF_CUDNN(JAX_CUDNN_DECLARE)
-  JAX_CUDNN_OF_LATER_CUDNN(JAX_CUDNN_DECLARE)
   JAX_CUDNN_OF_DRIVER(JAX_CUDNN_DECLARE)
   int64_t version;   // cudnnGetVersion(): 91900 is 9.19.0
   const char* path;  // of cuDNN
 };
 extern Api api;
 
-// Loads cuDNN, and perhaps the driver, unless they are loaded. Failures are not remembered, since
-// the fallback path may be set later: it counts where the process has no cuDNN yet, for two copies
-// do not know of each other's plans.
+// Loads cuDNN, and perhaps the driver, unless they are loaded. Failures are not remembered.
 void Load(bool driver);
-void SetFallbackPath(const char* path);
 
 template <typename... Parts>
-[[noreturn]] void Fail(ffi::ErrorCode code, const Parts&... parts) {
+void Expect(bool holds, const Parts&... otherwise) {
+  if (holds) return;
   std::ostringstream text;
-  (text << ... << parts);
-  throw ffi::Error(code, text.str());
+  (text << ... << otherwise);
+  throw std::runtime_error(text.str());
 }
 void Check(Status status, const char* step, const char* advice = "");  // fail in cuDNN's words,
 void CheckDriver(Status status, const char* step);                     // and in the driver's
@@ -89,38 +87,33 @@ std::string VersionText(int64_t version);                              // "9.19.
 enum { kPlan = 5, kPlanHandle = 400, kPlanWorkspaceSize = 402, kPlanJson = 405 };
 enum { kPack = 16, kPackUids = 1000, kPackPointers = 1001, kPackWorkspace = 1003 };
 enum { kTypeHandle = 0, kTypeInt64 = 3, kTypePointer = 6, kTypeChar = 24 };
-struct BackendAttribute {
-  int name, type;
-  int64_t count;
-  const void* elements;
-};
+using BackendAttribute = std::tuple<int, int, int64_t, const void*>;  // name, type, count, elements
 // A finalized descriptor.
 Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes, const char* step,
                      const char* advice = "");
 
-// What tests and benchmarks/host.py look at, in this order; times only while `timed`.
-struct Counts {
-  std::atomic<int64_t> handles_created, plans_finalized, plans_alive, packs_built, packs_alive,
-      call_sites_alive, initialize_ns, execute_ns, cudnn_ns, executions;
-};
-extern Counts counts;
+// What tests and benchmarks/host.py look at, in this order; the second line while `timed`.
+enum { kHandlesMade, kPlansMade, kPlansAlive, kPacksMade, kPacksAlive, kCallSitesAlive };
+enum { kInitializeNs = 6, kExecuteNs, kCudnnNs, kExecutions, kCounts };
+extern std::atomic<int64_t> counts[kCounts];
 extern std::atomic<bool> timed;
 
 // Fails if this process may no longer use cuDNN: after its exit handlers ran, and in a child forked
 // from a process that had used it.
 void FailIfEnded();
 
-// Refuses new work, waits about a second for work in flight, and leaves everything allocated. Runs
-// as an exit handler, before the driver's teardown; public for tests.
+// Refuses new work, waits about a second for work in flight, and leaves everything allocated. An
+// exit handler: those run in reverse order, and cuDNN loads parts of itself when plans first need
+// them; so each use that may have loaded something registers it again, before their destructors.
 void CloseDevices();
 
 // Makes a CUDA context current on this thread for a scope.
 struct ContextScope {
-  explicit ContextScope(Context context) : status(api.cuCtxPushCurrent_v2(context)) {}
-  ~ContextScope() {
-    if (Context popped; status == 0) api.cuCtxPopCurrent_v2(&popped);
+  explicit ContextScope(Context context) {
+    CheckDriver(api.cuCtxPushCurrent_v2(context), "enter a context");
   }
-  const Status status;
+  ~ContextScope() { api.cuCtxPopCurrent_v2(&popped); }
+  Context popped;
 };
 
 // Never destroyed: executables may be released after the CUDA driver was torn down.
@@ -161,48 +154,42 @@ struct Device {
   std::map<std::string, std::weak_ptr<const Plan>> plans{};  // by their texts
 };
 
-// The custom call's attributes by name, as bytes: see `attributes` of _core/ffi.py.
-using Attributes = std::map<std::string, std::string>;
-int64_t Checksum(const Attributes& attributes);  // CRC-32 of the others, one after another
-
 struct Buffer {
   void* data;
   int64_t bytes;
 };
 using Buffers = ffi::Span<const Buffer>;
 
-struct Recording {  // into a CUDA graph that is empty, or that gets other pointers
-  CudaGraph graph;
-  bool update;
-};
-
 // One custom call of one executable: its plan, and where the plan's pointers come from. Everything
 // is decoded and checked once; then it serves all devices of its executable, from many threads.
 class CallSite {
  public:
-  static constexpr size_t kMaxBindings = 256;  // on the stack; the largest graphs have dozens
+  static constexpr size_t kMaxRows = 512;  // on the stack; the largest graphs have dozens
   static constexpr int32_t kMaxDevices = 64;
 
-  explicit CallSite(const Attributes& attributes);
+  // The custom call's attributes: `attributes` of _core/ffi.py writes them.
+  CallSite(std::string_view device_name, std::string_view name, std::string_view plan,
+           ffi::Span<const int64_t> rows, int64_t checksum);
   ~CallSite();
   // Makes handle and plan ready on a device. XLA calls it before every execution.
   void Initialize(int32_t ordinal, Stream stream);
-  // Runs the plan on a stream, or records it. The last result is the workspace.
+  // Runs the plan on a stream; or gives its kernels to a CUDA graph that is empty, or to one that
+  // has them (update) these pointers. The last result is the workspace.
   void Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers results,
-               const Recording* into = nullptr);
+               CudaGraph graph = nullptr, bool update = false);
   const std::string& name() const { return name_; }
+
+  // CRC-32 of the other attributes, in this order.
+  static int64_t Checksum(std::initializer_list<std::string_view> attributes);
 
   static ffi::TypeId id;  // required of an XLA FFI state, as is the next
   static ffi::TypeInfo info;
 
  private:
-  enum Kind : int64_t { kOperand, kResult, kWorkspace, kScalar, kView };
+  enum Kind : int64_t { kOperand, kResult, kWorkspace, kScalar, kView, kMemset };
   static constexpr int64_t kNoUid = -1;
-  struct alignas(16) Binding {  // cuDNN reads the last 16 bytes of a scalar's
+  struct alignas(16) Row {  // cuDNN reads the last 16 bytes of a scalar's
     int64_t uid, kind, value, bytes;
-  };
-  struct Memset {
-    int64_t result, offset, bytes, word;
   };
   struct Pack {  // a finalized variant pack
     std::vector<void*> pointers;
@@ -219,23 +206,16 @@ class CallSite {
   };
 
   int64_t SizeOf(size_t row, bool listed, const std::vector<int64_t>& sizes) const;
-  void CheckBindings();
   void CheckTensors(const std::vector<int64_t>& sizes) const;
-  void CheckMemsets() const;
   std::atomic<OnDevice*>& On(int32_t ordinal);
-  void Record(const OnDevice& here, Handle handle, Descriptor pack, const Recording& into) const;
 
-  const std::string plan_, name_, device_name_;
-  const int64_t cudnn_version_, workspace_bytes_, plan_workspace_offset_;
-  const std::vector<Binding> bindings_;
-  const std::vector<Memset> memsets_;
-  std::vector<int64_t> uids_;           // of the bindings that have one
-  int64_t operands_ = 0, results_ = 0;  // at least; without the workspace
-  int64_t first_result_ = 0;            // its row of bindings
-  std::mutex mutex_;                    // creation of what follows
+  const std::string device_name_, name_, plan_;
+  std::vector<Row> rows_;
+  int64_t cudnn_version_, workspace_bytes_, plan_offset_;  // where cuDNN's workspace begins
+  std::vector<int64_t> uids_;                              // of the rows that have one
+  int64_t operands_ = 0, results_ = 0;                     // at least; without the workspace
+  std::mutex mutex_;                                       // creation of what follows
   std::array<std::atomic<OnDevice*>, kMaxDevices> devices_{};
 };
 
 }  // namespace jax_cudnn
-
-#endif  // JAX_CUDNN_CSRC_EXECUTOR_H_

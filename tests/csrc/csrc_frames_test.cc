@@ -127,27 +127,17 @@ int main(int argc, char** argv) {
         XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 
   // Attributes, sorted by name as XLA does.
-  int64_t version = 91900, workspace_bytes = 64, offset = 16;
-  int64_t checksum = 4226738563;  // zlib's crc32 of the others
-  int64_t bindings[] = {1, 0, 0, 32, 2, 1, 0, 32, 3, 0, 1, 32, 4, 0, 2, 32, 5, 0, 3, 32};
-  int64_t memsets[] = {1, 16, 4, 5};
-  XLA_FFI_Array bindings_array{XLA_FFI_DataType_S64, 20, bindings};
-  XLA_FFI_Array memsets_array{XLA_FFI_DataType_S64, 4, memsets};
+  int64_t rows[] = {91900, 64, 16, 0,  1, 0, 0, 32, 2,  1, 0, 32, 3, 0, 1, 32,
+                    4,     0,  2,  32, 5, 0, 3, 32, -1, 2, 0, 8,  5, 5, 5, 8};
+  int64_t checksum = 797276495;  // zlib's crc32 of the others
+  XLA_FFI_Array rows_array{XLA_FFI_DataType_S64, 32, rows};
   XLA_FFI_Scalar checksum_scalar{XLA_FFI_DataType_S64, &checksum};
-  XLA_FFI_Scalar version_scalar{XLA_FFI_DataType_S64, &version};
-  XLA_FFI_Scalar bytes_scalar{XLA_FFI_DataType_S64, &workspace_bytes};
-  XLA_FFI_Scalar offset_scalar{XLA_FFI_DataType_S64, &offset};
   XLA_FFI_ByteSpan device{"Fake GPU", 8}, name{"graph", 5}, plan{"copy 32", 7};
-  std::vector<std::string> keys = {
-      "bindings", "checksum", "cudnn_version",         "device_name",    "memsets",
-      "name",     "plan",     "plan_workspace_offset", "workspace_bytes"};
-  const auto array = XLA_FFI_AttrType_ARRAY;
-  const auto scalar = XLA_FFI_AttrType_SCALAR;
-  const auto text = XLA_FFI_AttrType_STRING;
-  XLA_FFI_AttrType types[] = {array, scalar, scalar, text, array, text, text, scalar, scalar};
-  void* values[] = {&bindings_array, &checksum_scalar, &version_scalar,
-                    &device,         &memsets_array,   &name,
-                    &plan,           &offset_scalar,   &bytes_scalar};
+  std::vector<std::string> keys = {"checksum", "device_name", "name", "plan", "rows"};
+  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_STRING,
+                              XLA_FFI_AttrType_STRING, XLA_FFI_AttrType_STRING,
+                              XLA_FFI_AttrType_ARRAY};
+  void* values[] = {&checksum_scalar, &device, &name, &plan, &rows_array};
   std::vector<XLA_FFI_ByteSpan> spans;
   for (const std::string& key : keys) spans.push_back({key.data(), key.size()});
   std::vector<XLA_FFI_ByteSpan*> names;
@@ -155,7 +145,7 @@ int main(int argc, char** argv) {
 
   XLA_FFI_ExecutionContext context;
   Frame instantiate(api, context, XLA_FFI_ExecutionStage_INSTANTIATE);
-  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 9, types, names.data(), values};
+  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 5, types, names.data(), values};
   instantiate.Run(handler("Instantiate"));
   CHECK(context.state != nullptr);
 
@@ -195,7 +185,7 @@ int main(int argc, char** argv) {
       execute.Run(execute_handler);
     }
     const std::chrono::nanoseconds elapsed = std::chrono::steady_clock::now() - start;
-    CHECK(memory[4][0] == 8);
+    CHECK(memory[4][0] == 3 && workspace[0] == 5 && workspace[4] == 5);
     std::printf("%s initialize + execute: %.0f ns\n", timed ? "timed" : "plain",
                 static_cast<double>(elapsed.count()) / kRounds);
   }

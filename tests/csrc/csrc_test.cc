@@ -20,8 +20,9 @@
 
 namespace jax_cudnn {
 extern "C" {  // of handler.cc
-const char* JaxCudnnNewCallSite(int64_t count, const char* const* names, const char* const* data,
-                                const int64_t* sizes, CallSite** site);
+const char* JaxCudnnNewCallSite(const char* device_name, const char* name, const char* plan,
+                                const int64_t* rows, size_t count, int64_t checksum,
+                                CallSite** site);
 const char* JaxCudnnRecord(CallSite* site, int32_t ordinal, void* stream, const Buffer* buffers,
                            size_t operands, size_t results, void* graph, int update);
 }
@@ -51,8 +52,8 @@ ffi::Error Caught(Function function) {
   try {
     function();
     return ffi::Error::Success();
-  } catch (const ffi::Error& error) {
-    return error;
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(error.what());
   }
 }
 
@@ -71,28 +72,24 @@ constexpr int64_t kBytes = 32;
 struct Given {
   std::string plan, name, device_name;
   int64_t cudnn_version, workspace_bytes, plan_workspace_offset;
-  std::vector<int64_t> bindings, memsets;
+  std::vector<int64_t> rows;
 
-  // As bytes, with their checksum or another one.
-  Attributes Encoded(int64_t added = 0) const {
-    const auto bytes = [](const auto* data, size_t count) {
-      return std::string(reinterpret_cast<const char*>(data), count * sizeof(*data));
-    };
-    Attributes all{{"plan", plan},
-                   {"name", name},
-                   {"device_name", device_name},
-                   {"cudnn_version", bytes(&cudnn_version, 1)},
-                   {"workspace_bytes", bytes(&workspace_bytes, 1)},
-                   {"plan_workspace_offset", bytes(&plan_workspace_offset, 1)},
-                   {"bindings", bytes(bindings.data(), bindings.size())},
-                   {"memsets", bytes(memsets.data(), memsets.size())}};
-    const int64_t checksum = Checksum(all) + added;
-    all["checksum"] = bytes(&checksum, 1);
+  std::vector<int64_t> Rows() const {
+    std::vector<int64_t> all{cudnn_version, workspace_bytes, plan_workspace_offset, 0};
+    all.insert(all.end(), rows.begin(), rows.end());
     return all;
+  }
+  int64_t Checksum() const {
+    const std::vector<int64_t> all = Rows();
+    const std::string_view bytes(reinterpret_cast<const char*>(all.data()), all.size() * 8);
+    return CallSite::Checksum({device_name, name, plan, bytes});
+  }
+  std::unique_ptr<CallSite> Make() const {
+    return std::make_unique<CallSite>(device_name, name, plan, Rows(), Checksum());
   }
 };
 
-// Copies operand 0 to result 0; a memset writes 5 where the plan's workspace begins. Plans with
+// Copies operand 0 to result 0; memsets write the first 8 bytes of the workspace. Plans with
 // another `comment` are not the same.
 Given Copy(const std::string& comment = "") {
   Given a;
@@ -100,30 +97,36 @@ Given Copy(const std::string& comment = "") {
   a.name = "my_graph";
   a.device_name = "Fake GPU";
   a.cudnn_version = 91900;
-  a.bindings = {1, 0, 0, kBytes, 2, 1, 0, kBytes, 3, 3, 0x0707070707070707, -7};
-  a.memsets = {1, 16, 4, 5, 1, 0, 8, 0x01020304};
+  a.rows = {1, 0, 0, kBytes, 2, 1, 0,          kBytes, 3, 3, 0x0707070707070707, -7, -1, 2,
+            0, 8, 0, 5,      3, 8, 0x01020304, 5,      3, 8};
   a.workspace_bytes = 64;
   a.plan_workspace_offset = 16;
   return a;
 }
 
-ffi::Error Refused(const Attributes& attributes) {
-  return Caught([&] { CallSite site(attributes); });
+// Without its memsets, and without the row of the workspace that they need.
+Given Bare(const std::string& comment = "") {
+  Given a = Copy(comment);
+  a.rows.resize(12);
+  return a;
 }
-ffi::Error Refused(const Given& given) { return Refused(given.Encoded()); }
+
+ffi::Error Refused(const Given& given) {
+  return Caught([&] { given.Make(); });
+}
 
 // A call site whose errors are returned.
 class Site {
  public:
   explicit Site(const Given& given) {
-    CheckSucceeds(Caught([&] { site_ = std::make_unique<CallSite>(given.Encoded()); }));
+    CheckSucceeds(Caught([&] { site_ = given.Make(); }));
   }
   ffi::Error Initialize(int32_t ordinal, Stream stream) {
     return Caught([&] { site_->Initialize(ordinal, stream); });
   }
   ffi::Error Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers results,
-                     const Recording* into = nullptr) {
-    return Caught([&] { site_->Execute(ordinal, stream, operands, results, into); });
+                     CudaGraph graph = nullptr, bool update = false) {
+    return Caught([&] { site_->Execute(ordinal, stream, operands, results, graph, update); });
   }
 
  private:
@@ -136,10 +139,13 @@ struct Arrays {
   explicit Arrays(char seed) {
     for (int i = 0; i < kBytes; ++i) in[i] = static_cast<char>(seed + i);
   }
-  ffi::Error Run(Site& site, int device, Stream stream, const Recording* into = nullptr) {
+  // The fake cuDNN adds the first byte of the plan's workspace, 5.
+  ffi::Error Run(Site& site, int device, Stream stream, CudaGraph graph = nullptr,
+                 bool update = false) {
+    workspace[16] = 5;
     const Buffer operands[] = {{in, kBytes}};
     const Buffer results[] = {{out, kBytes}, {workspace, 64}};
-    return site.Execute(device, stream, {operands, 1}, {results, 2}, into);
+    return site.Execute(device, stream, {operands, 1}, {results, 2}, graph, update);
   }
   bool Right() const {
     return out[0] == in[0] + 5 && std::memcmp(in + 1, out + 1, kBytes - 1) == 0;
@@ -158,18 +164,16 @@ void TestPacksAreReused() {
   }
   for (Arrays& a : arrays) CHECK(a.Right());
   for (const Arrays& a : arrays) CHECK(a.workspace[0] == 4 && a.workspace[7] == 1);
-  CHECK(counts.packs_built == 4 && counts.packs_alive == 4);
+  CHECK(counts[kPacksMade] == 4 && counts[kPacksAlive] == 4);
   Arrays fifth(9);
   CheckSucceeds(fifth.Run(*site, 1, StreamOf(1)));
-  CHECK(fifth.Right() && counts.packs_built == 5 && counts.packs_alive == 4);
-  CHECK(counts.executions == 401);
+  CHECK(fifth.Right() && counts[kPacksMade] == 5 && counts[kPacksAlive] == 4);
+  CHECK(counts[kExecutions] == 401);
   site.reset();
-  CHECK(counts.packs_alive == 0 && counts.call_sites_alive == 0);
+  CHECK(counts[kPacksAlive] == 0 && counts[kCallSitesAlive] == 0);
 
   // Pointers that differ in one place alone, the first or the last, are another pack's.
-  Given given = Copy();
-  given.bindings = {1, 0, 0, kBytes, 2, 1, 0, kBytes};
-  site = Make(given);
+  site = Make(Bare());
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   Arrays to(0), from[] = {Arrays(10), Arrays(50)};
   alignas(16) char other[64] = {};
@@ -178,14 +182,13 @@ void TestPacksAreReused() {
       for (char* workspace : {to.workspace, other}) {
         const Buffer operand{const_cast<char*>(source.in), kBytes};
         const Buffer results[] = {{to.out, kBytes}, {workspace, 64}};
-        std::memset(to.workspace, 90, 64);
-        std::memset(other, 90, 64);
+        workspace[16] = 5;
         CheckSucceeds(site->Execute(1, StreamOf(1), {&operand, 1}, {results, 2}));
         CHECK(to.out[1] == source.in[1] && to.out[0] == source.in[0] + 5);
       }
     }
   }
-  CHECK(counts.packs_alive == 4);
+  CHECK(counts[kPacksAlive] == 4);
 }
 
 void TestPlansAreSharedAndReleased() {
@@ -200,12 +203,12 @@ void TestPlansAreSharedAndReleased() {
         CHECK(a.Right());
       }
     }
-    CHECK(counts.plans_alive == 4);  // two texts on two devices
+    CHECK(counts[kPlansAlive] == 4);  // two texts on two devices
     first.reset();
-    CHECK(counts.plans_alive == 4);
+    CHECK(counts[kPlansAlive] == 4);
   }
-  CHECK(counts.plans_finalized == 200 && counts.plans_alive == 0);
-  CHECK(counts.handles_created == 2);
+  CHECK(counts[kPlansMade] == 200 && counts[kPlansAlive] == 0);
+  CHECK(counts[kHandlesMade] == 2);
 }
 
 void TestThreads() {
@@ -231,11 +234,11 @@ void TestThreads() {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(counts.executions == 8 * 1010);
-  CHECK(counts.plans_alive == 2 && counts.packs_alive <= 4 * 4 * Device::kMaxLanes);
-  CHECK(counts.handles_created <= 2 * Device::kMaxLanes);
-  std::printf("%lld handles, %lld packs built\n", (long long)counts.handles_created.load(),
-              (long long)counts.packs_built.load());
+  CHECK(counts[kExecutions] == 8 * 1010);
+  CHECK(counts[kPlansAlive] == 2 && counts[kPacksAlive] <= 4 * 4 * Device::kMaxLanes);
+  CHECK(counts[kHandlesMade] <= 2 * Device::kMaxLanes);
+  std::printf("%lld handles, %lld packs built\n", (long long)counts[kHandlesMade].load(),
+              (long long)counts[kPacksMade].load());
 }
 
 void TestRefusals() {
@@ -257,28 +260,26 @@ void TestRefusals() {
   CheckFails(run({right}, {small, work}), {"result 0 has 31 bytes"});
   CheckFails(run({right}, {right, small}), {"31 bytes of workspace", "64"});
   CheckFails(run({}, {right, work}), {"0 operands"});
-  CheckFails(run({right}, {work}), {"1 results"});
+  CheckFails(run({right}, {work}), {"1 operands and 1 results, its plan was built for 1 and 2"});
   a = Copy();
-  Attributes altered = a.Encoded();
-  altered["bindings"][0] ^= 8;
-  CheckFails(Refused(altered), {"checksum", "Lower the function again"});
-  CheckFails(Refused(a.Encoded(1)), {"checksum"});
-  CheckFails(Refused(a.Encoded(int64_t{1} << 32)), {"checksum"});
-  for (const char* name : {"plan", "memsets", "checksum", "workspace_bytes"}) {
-    altered = a.Encoded();
-    altered.erase(name);
-    CheckFails(Refused(altered), {"malformed", name});
-  }
-  for (const char* name : {"bindings", "memsets", "cudnn_version"}) {
-    altered = a.Encoded();
-    altered[name] += "x";
-    CheckFails(Refused(altered), {"malformed", name});
-  }
-  altered = a.Encoded();
-  altered["cudnn_version"] += altered["cudnn_version"];
-  CheckFails(Refused(altered), {"malformed", "cudnn_version"});
+  const auto altered = [&](std::vector<int64_t> rows, int64_t checksum) {
+    return Caught([&] { CallSite(a.device_name, a.name, a.plan, rows, checksum); });
+  };
+  a = Copy();
+  std::vector<int64_t> rows = a.Rows();
+  const int64_t checksum = a.Checksum();
+  CheckFails(altered(rows, checksum ^ 1), {"checksum", "Lower the function again"});
+  CheckFails(altered(rows, checksum | int64_t{1} << 32), {"checksum"});
+  rows[4] ^= 8;
+  CheckFails(altered(rows, checksum), {"checksum"});
+  a.rows.push_back(0);
+  CheckFails(Refused(a), {"rows of 4 numbers"});
+  a.rows.assign(4 * CallSite::kMaxRows, 0);
+  CheckFails(Refused(a), {"1 to 512 rows"});
+  CheckFails(altered({}, CallSite::Checksum({a.device_name, a.name, a.plan})), {"1 to 512 rows"});
+  a = Copy();
   a.plan = "";
-  CheckFails(Refused(a), {"its plan is empty"});
+  CheckFails(Refused(a), {"it has no plan"});
   a = Copy();
   for (const int64_t offset : {17, -16, 80}) {
     a.plan_workspace_offset = offset;
@@ -294,17 +295,17 @@ void TestRefusals() {
   CheckFails(Make(a)->Initialize(1, StreamOf(1)),
              {"finalize a plan", "CUDNN_STATUS_BAD_PARAM", "2000", "fake: unreadable plan"});
   a = Copy();
-  a.bindings[0] = -1;
+  a.rows[0] = -1;
   auto unbound = Make(a);
   CheckSucceeds(unbound->Initialize(1, StreamOf(1)));
   CheckFails(arrays.Run(*unbound, 1, StreamOf(1)), {"execute a plan", "lacks uid 1"});
-  CHECK(counts.plans_alive == 1);
+  CHECK(counts[kPlansAlive] == 1);
 }
 
 void TestInitialResults() {
   Given a = Copy();
   a.plan = "copy 16";  // half of result 0
-  a.memsets = {0, 0, kBytes, 0xff800000};
+  a.rows = {1, 0, 0, kBytes, 2, 1, 0, kBytes, 0xff800000, 5, 1, kBytes};
   auto site = Make(a);
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   alignas(16) char in[kBytes], workspace[64] = {};
@@ -314,26 +315,30 @@ void TestInitialResults() {
   CheckSucceeds(site->Execute(1, StreamOf(1), {&operand, 1}, {results, 2}));
   CHECK(std::memcmp(reinterpret_cast<char*>(out) + 1, in + 1, 15) == 0);
   CHECK(out[4] == -INFINITY && out[7] == -INFINITY);
+  const std::vector<int64_t> good = {1, 0, 0, kBytes, 2, 1, 0, kBytes, 3, 3, 0, 0, -1, 2, 0, 8};
+  a = Copy();
   const std::vector<std::vector<int64_t>> wrong = {
-      {2, 0, 4, 0},                // result 2: 1 is the workspace
-      {-1, 0, 4, 0},               // result -1
-      {0, 0, kBytes + 4, 1},       // beyond result 0
-      {1, 64, 4, 1},               // beyond the workspace
-      {1, -4, 4, 1},               // before it
-      {1, 0, -4, 1},               // negative bytes
-      {1, 2, 4, 1},                // not aligned to its word
-      {1, 0, 6, 1},                // one word and a half
-      {0, 0, 4, -1},               // not of 4 bytes
-      {0, 0, 4, int64_t{1} << 32}  // not of 4 bytes
+      {0, 5, 0, 4},                 // of an operand
+      {0, 5, 2, 4},                 // of a constant
+      {0, 5, 4, 4},                 // of itself
+      {0, 5, 5, 4},                 // of no row
+      {0, 5, -1, 4},                // of no row
+      {1, 5, 1, kBytes + 4},        // beyond the result
+      {1, 5, 3, 20},                // beyond the workspace before cuDNN's own
+      {1, 5, 3, -4},                // negative bytes
+      {1, 5, 3, 6},                 // one word and a half
+      {-1, 5, 1, 4},                // not of 4 bytes
+      {int64_t{1} << 32, 5, 1, 4},  // not of 4 bytes
+      {-1, 4, 0, 16, 0, 5, 4, 4},   // of a view, perhaps of an operand
+      {0, 5, 1, 4, 0, 5, 4, 0},     // of a memset
+      {0, 5, 1, 4, -1, 4, 4, 0},    // a view of a memset
   };
   for (const std::vector<int64_t>& row : wrong) {
-    a.memsets = {0, 0, 3, 0};
+    a.rows = good;
     CheckSucceeds(Refused(a));
-    a.memsets.insert(a.memsets.end(), row.begin(), row.end());
-    CheckFails(Refused(a), {"malformed", "row 1 of memsets"});
+    a.rows.insert(a.rows.end(), row.begin(), row.end());
+    CheckFails(Refused(a), {"malformed", row.size() == 4 ? "row 4:" : "row 5:"});
   }
-  a.memsets = {0, 0, 4};
-  CheckFails(Refused(a), {"malformed", "memsets does not consist of rows"});
 }
 
 void TestViews() {
@@ -343,12 +348,12 @@ void TestViews() {
   a.plan += ", from 5";
   a.workspace_bytes = 128;
   a.plan_workspace_offset = 64;
-  a.memsets = {0, 64, 4, 5};
-  a.bindings = {-1, 0, 0, 64, -1, 4, 0, 16, 5, 4, 1, 16, 6, 2, 32, 32};
+  a.rows = {-1, 0, 0, 64, -1, 4, 0, 16, 5, 4, 1, 16, 6, 2, 32, 32};
   auto site = Make(a);
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   alignas(16) char in[64], workspace[128] = {};
   for (int i = 0; i < 64; ++i) in[i] = static_cast<char>(i);
+  workspace[64] = 5;
   const Buffer operand{in, 64}, result{workspace, 128};
   CheckSucceeds(site->Execute(1, StreamOf(1), {&operand, 1}, {&result, 1}));
   CHECK(workspace[32] == 32 + 5 && workspace[63] == 63);
@@ -364,7 +369,7 @@ void TestViews() {
       {{1, 0, 0, 48, 2, 4, -1, 0}, 1},                 // a view of no row
       {{1, 0, 0, -1}, 0},                              // negative bytes
       {{1, 0, 1 << 20, 0}, 0},                         // too many operands
-      {{1, 0, 256, 0}, 0},                             // too many operands
+      {{1, 0, 512, 0}, 0},                             // too many operands
       {{2, 2, 48, 32}, 0},                             // ends outside of the workspace
       {{2, 2, 80, 0}, 0},                              // begins outside of it
       {{2, 2, -16, 0}, 0},                             // begins before it
@@ -379,19 +384,12 @@ void TestViews() {
       {{1, 9, 0, 0}, 0},                               // an unknown kind
       {{1, -1, 0, 0}, 0},                              // an unknown kind
   };
-  for (const auto& [bindings, row] : wrong) {
-    a.bindings = bindings;
-    CheckFails(Refused(a), {"malformed", "row " + std::to_string(row) + " of bindings"});
+  for (const auto& [rows, row] : wrong) {
+    a.rows = rows;
+    CheckFails(Refused(a), {"malformed", "row " + std::to_string(row) + ":"});
   }
-  a.bindings = {-1, 0, 0, 32};
-  CheckFails(Refused(a), {"bindings has no uid"});
-  a.bindings.clear();
-  for (int64_t row = 0; row < 257; ++row) {
-    for (const int64_t number : {int64_t{-1}, int64_t{2}, int64_t{0}, int64_t{0}}) {
-      a.bindings.push_back(number);
-    }
-  }
-  CheckFails(Refused(a), {"row 256 of bindings"});
+  a.rows = {-1, 0, 0, 32};
+  CheckFails(Refused(a), {"no row has a uid"});
 }
 
 // As cuDNN's text tells a tensor of 4-byte numbers.
@@ -404,7 +402,7 @@ std::string TensorText(int uid, const char* dims, const char* strides, bool by_v
 }
 
 void TestTensors() {
-  Given a = Copy();
+  Given a = Bare();
   const auto text = [&](const std::string& first, bool by_value = true) {
     a.plan = "copy 32, needs 48, \"tensors\":[" + first + "," + TensorText(2, "[2,4]", "[4,1]") +
              "," + TensorText(3, "[1]", "[1]", by_value) + "," + TensorText(9, "[99]", "[1]") + "]";
@@ -415,14 +413,13 @@ void TestTensors() {
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   CheckSucceeds(arrays.Run(*site, 1, StreamOf(1)));
   CHECK(arrays.Right());
-  a.bindings[4] = -1;
+  a.rows[4] = -1;
   CheckFails(Refused(a), {"tensor 2 of the plan is in no row"});
   a.plan_workspace_offset = 64;
-  a.bindings = {1, 0, 0, kBytes, 2, 2, 48, 0, 3, 3, 16, 4};
-  CheckFails(Refused(a), {"tensor 2", "32 bytes", "row 1 of bindings, of kind 2, leads to 16"});
-  a.memsets.clear();  // of a result that is gone
+  a.rows = {1, 0, 0, kBytes, 2, 2, 48, 0, 3, 3, 16, 4};
+  CheckFails(Refused(a), {"tensor 2", "32 bytes", "row 1, of kind 2, leads to 16"});
   const auto parts = [&](int64_t first, int64_t second) {
-    a.bindings = {1, 2, first, 0, 2, 2, second, 0, 3, 3, 16, 4};
+    a.rows = {1, 2, first, 0, 2, 2, second, 0, 3, 3, 16, 4};
     return Refused(a);
   };
   CHECK(parts(0, 32).success() && parts(32, 0).success());
@@ -431,15 +428,14 @@ void TestTensors() {
     CheckFails(parts(0, second), {"tensors 1 and 2 of the plan overlap"});
   }
   a.plan_workspace_offset = 16;
-  a.bindings = Copy().bindings;
-  a.memsets = Copy().memsets;
+  a.rows = Bare().rows;
   text(TensorText(1, "[4,2]", "[2,2]"));
   setenv("LOCPATH", ".", 1);
   if (std::system("localedef -c -i de_DE -f UTF-8 ./comma") != 0 ||
       std::setlocale(LC_ALL, "comma") == nullptr) {
     std::printf("skipped: no locale with decimal commas, in which 4,2 is one number\n");
   }
-  CheckFails(Refused(a), {"tensor 1", "36 bytes", "row 0 of bindings, of kind 0, leads to 32"});
+  CheckFails(Refused(a), {"tensor 1", "36 bytes", "row 0, of kind 0, leads to 32"});
   std::setlocale(LC_ALL, "C");
   std::string packed = TensorText(1, "[4,2]", "[2,2]");
   packed.insert(packed.size() - 1, ",\"isRagged\":[" + TensorText(3, "[1]", "[1]", true) + "]");
@@ -450,33 +446,24 @@ void TestTensors() {
   text(TensorText(1, "[8]", "[1]", true));
   CheckFails(Refused(a), {"tensor 1", "by value", "row 0"});
   text(TensorText(1, "[8]", "[1]"), false);
-  CheckFails(Refused(a), {"tensor 3 of the plan, has", "row 2 of bindings, of kind 3"});
+  CheckFails(Refused(a), {"tensor 3 of the plan, has", "row 2, of kind 3"});
 }
 
-// As Python calls it: the plan of Copy() without its memsets.
+// As Python calls it.
 void TestRecording() {
-  Given a = Copy();
-  a.memsets.clear();
+  const Given a = Bare();
+  const std::vector<int64_t> rows = a.Rows();
   std::string message;
-  const auto made = [&](const Attributes& attributes) {
-    std::vector<const char*> names, data;
-    std::vector<int64_t> sizes;
-    for (const auto& [name, bytes] : attributes) {
-      names.push_back(name.c_str());
-      data.push_back(bytes.data());
-      sizes.push_back(static_cast<int64_t>(bytes.size()));
-    }
-    CallSite* site = nullptr;
-    const char* failure = JaxCudnnNewCallSite(static_cast<int64_t>(names.size()), names.data(),
-                                              data.data(), sizes.data(), &site);
-    CHECK((failure == nullptr) == (site != nullptr));
-    message = failure != nullptr ? failure : "";
-    return site;
-  };
   const auto said = [&](const char* words) { return message.find(words) != message.npos; };
-  CHECK(made(a.Encoded(1)) == nullptr && said("its checksum") && said("(graph 'my_graph')"));
-  CHECK(made({{"name", "unfinished"}}) == nullptr && said("it has no plan") && said("unfinished"));
-  CallSite* site = made(a.Encoded());
+  CallSite* site = nullptr;
+  const auto fails = [&](int64_t checksum) {
+    const char* failure = JaxCudnnNewCallSite(a.device_name.c_str(), a.name.c_str(), a.plan.c_str(),
+                                              rows.data(), rows.size(), checksum, &site);
+    message = failure != nullptr ? failure : "";
+    return failure != nullptr;
+  };
+  CHECK(fails(0) && said("its checksum") && said("(graph 'my_graph')") && site == nullptr);
+  CHECK(!fails(a.Checksum()) && site != nullptr);
 
   FakeGraph graph;
   Arrays first(1), second(7);
@@ -496,12 +483,13 @@ void TestRecording() {
   CHECK(record(second, kBytes, 0) && said("cuDNN wants an empty one"));
   CHECK(second.out[0] == 0);
   CHECK(!record(second, kBytes, 1) && launched(second));
+  const char* failure = JaxCudnnRecord(site, 1, StreamOf(1), nullptr, 0, 0, nullptr, 1);
+  CHECK(failure != nullptr && std::strstr(failure, "CUDA graph is null") != nullptr);
 
   auto filling = Make(Copy());
   CheckSucceeds(filling->Initialize(1, StreamOf(1)));
   FakeGraph other;
-  const Recording into{&other, false};
-  CheckFails(first.Run(*filling, 1, StreamOf(1), &into), {"sets memory"});
+  CheckFails(first.Run(*filling, 1, StreamOf(1), &other), {"sets memory"});
 }
 
 void TestClosing() {
@@ -526,9 +514,9 @@ void TestClosing() {
   closed = true;
   for (std::thread& thread : threads) thread.join();
   CheckFails(site->Initialize(1, StreamOf(1)), {"shutting down"});
-  const int64_t packs = counts.packs_alive;
+  const int64_t packs = counts[kPacksAlive];
   site.reset();  // leaks on purpose
-  CHECK(counts.plans_alive == 1 && counts.packs_alive == packs);
+  CHECK(counts[kPlansAlive] == 1 && counts[kPacksAlive] == packs);
   CloseDevices();
 }
 
@@ -553,7 +541,7 @@ void TestFork() {
     CheckFails(site->Initialize(1, StreamOf(1)), {"forked", "spawn"});
     site.reset();
     CloseDevices();
-    std::_Exit(counts.plans_alive == 1 ? 0 : 1);
+    std::_Exit(counts[kPlansAlive] == 1 ? 0 : 1);
   }
   int status = 1;
   CHECK(waitpid(child, &status, 0) == child && status == 0);
@@ -562,18 +550,15 @@ void TestFork() {
 
 // A cuDNN 9 without native CUDA graphs executes plans, and says what it lacks.
 void TestOlder() {
-  Given a = Copy();
-  a.memsets.clear();
-  auto site = Make(a);
+  auto site = Make(Bare());
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   Arrays arrays(1);
   CheckSucceeds(arrays.Run(*site, 1, StreamOf(1)));
-  CHECK(std::memcmp(arrays.in, arrays.out, kBytes) == 0);
+  CHECK(arrays.Right());
   for (const bool update : {false, true}) {
     FakeGraph graph;
     graph.nodes = update ? 1 : 0;
-    const Recording into{&graph, update};
-    CheckFails(arrays.Run(*site, 1, StreamOf(1), &into), {"has no native CUDA graphs"});
+    CheckFails(arrays.Run(*site, 1, StreamOf(1), &graph, update), {"has no native CUDA graphs"});
   }
 }
 
