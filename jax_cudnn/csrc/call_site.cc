@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -10,8 +9,6 @@
 
 namespace jax_cudnn {
 namespace {
-
-using std::chrono::steady_clock;
 
 constexpr int64_t kAlignment = 16;  // of what begins inside of other memory
 constexpr size_t kMaxPacks = 4;     // of a call site and a lane
@@ -81,9 +78,8 @@ CallSite::CallSite(std::string_view device_name, std::string_view name, std::str
   Require(checksum == Checksum({device_name, name, plan, bytes}),
           "its checksum is not that of its attributes, so the program was altered or damaged after "
           "it was lowered. Lower the function again");
-  Require(!plan.empty(), "it has no plan");
-  Require(!rows_.empty() && rows.size() % 4 == 0 && rows_.size() <= kMaxRows,
-          "it does not have 1 to ", kMaxRows, " rows of 4 numbers");
+  Require(!plan.empty() && !rows_.empty() && rows.size() % 4 == 0 && rows_.size() <= kMaxRows,
+          "it has no plan, or not 1 to ", kMaxRows, " rows of 4 numbers");
   std::memcpy(rows_.data(), bytes.data(), bytes.size());
   const auto [cudnn_version, workspace_bytes, plan_offset, unused] = rows_[0];
   cudnn_version_ = cudnn_version, workspace_bytes_ = workspace_bytes, plan_offset_ = plan_offset;
@@ -254,46 +250,40 @@ void CallSite::Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers
                           : api.cuMemsetD32Async(address, word, bytes / 4, stream),
                 "set memory before a plan");
   }
-  const bool timing = timed.load(std::memory_order_relaxed);
-  const auto start = timing ? steady_clock::now() : steady_clock::time_point();
-  const Status status = api.cudnnBackendExecute(handle, here->plan->descriptor, pack);
-  if (timing) {
-    counts[kCudnnNs] += (steady_clock::now() - start).count();
-    ++counts[kExecutions];
-  }
-  Check(status, "execute a plan");
+  const Timer timer{counts[kCudnnNs]};
+  Check(api.cudnnBackendExecute(handle, here->plan->descriptor, pack), "execute a plan");
 }
 
 Descriptor CallSite::OnDevice::PackOf(int lane, void* const* pointers,
                                       const std::vector<int64_t>& uids) {
   std::vector<Pack>& known = packs[lane];
-  for (const Pack& pack : known) {
-    if (std::equal(pack.pointers.begin(), pack.pointers.end(), pointers)) return pack.descriptor;
+  for (const auto& [held, descriptor] : known) {
+    if (std::equal(held.begin(), held.end(), pointers)) return descriptor;
   }
   known.reserve(kMaxPacks);  // so that nothing is thrown after the descriptor is made
   const auto count = static_cast<int64_t>(uids.size());
   Pack pack{{pointers, pointers + count + 1}, nullptr};
-  pack.descriptor = Finalized(kPack,
-                              {{kPackUids, kTypeInt64, count, uids.data()},
-                               {kPackPointers, kTypePointer, count, pointers},
-                               {kPackWorkspace, kTypePointer, 1, pointers + count}},
-                              "finalize a variant pack");
+  pack.second = Finalized(kPack,
+                          {{kPackUids, kTypeInt64, count, uids.data()},
+                           {kPackPointers, kTypePointer, count, pointers},
+                           {kPackWorkspace, kTypePointer, 1, pointers + count}},
+                          "finalize a variant pack");
   if (known.size() == kMaxPacks) {  // a finalized one takes no other pointers
-    api.cudnnBackendDestroyDescriptor(known.front().descriptor);
+    api.cudnnBackendDestroyDescriptor(known.front().second);
     known.erase(known.begin());
     --counts[kPacksAlive];
   }
   known.push_back(std::move(pack));
   ++counts[kPacksMade];
   ++counts[kPacksAlive];
-  return known.back().descriptor;
+  return known.back().second;
 }
 
 CallSite::OnDevice::~OnDevice() {
   const auto lock = device.LockUnlessEnded();
   if (!lock.owns_lock()) return;
   for (const auto& lane : packs) {
-    for (const Pack& pack : lane) api.cudnnBackendDestroyDescriptor(pack.descriptor);
+    for (const Pack& pack : lane) api.cudnnBackendDestroyDescriptor(pack.second);
     counts[kPacksAlive] -= static_cast<int64_t>(lane.size());
   }
 }

@@ -2,7 +2,6 @@
 #include <pthread.h>
 #include <stdlib.h>  // realpath
 
-#include <chrono>
 #include <cstdlib>
 #include <thread>
 
@@ -25,9 +24,8 @@ bool g_has_driver = false;
 void* Open(const char* path, int flags, std::string& tried) {
   void* library = dlopen(path, flags | RTLD_NOW | RTLD_LOCAL);
   if (library != nullptr) return library;
-  const char* reason = dlerror();
-  if (flags == RTLD_NOLOAD) reason = "not loaded in this process yet";
-  tried += std::string("\n  ") + path + ": " + (reason ? reason : "dlopen gave no reason");
+  const char* why = flags == RTLD_NOLOAD ? "not loaded in this process yet" : dlerror();
+  tried += std::string("\n  ") + path + ": " + why;
   return nullptr;
 }
 
@@ -45,8 +43,6 @@ enum { kRunning, kClosed, kForked };
 std::atomic<int> g_state{kRunning};
 std::mutex g_mutex;
 std::vector<Device*>& g_devices = *new std::vector<Device*>;
-
-bool Ended() { return g_state.load(std::memory_order_relaxed) != kRunning; }
 
 }  // namespace
 
@@ -91,12 +87,12 @@ std::string VersionText(int64_t version) {
          std::to_string(version % 100);
 }
 
-void Check(Status status, const char* step, const char* advice) {
+void Check(Status status, const char* step) {
   if (status == 0) return;
   char why[2048] = "";
   api.cudnnGetLastErrorString(why, sizeof(why) - 1);
   Expect(false, "cuDNN ", VersionText(api.version), " failed to ", step, ": ",
-         api.cudnnGetErrorString(status), " (", status, ")", *why ? ": " : "", why, advice);
+         api.cudnnGetErrorString(status), " (", status, ")", *why ? ": " : "", why);
 }
 
 void CheckDriver(Status status, const char* step) {
@@ -107,15 +103,15 @@ void CheckDriver(Status status, const char* step) {
          status, ")");
 }
 
-Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes, const char* step,
-                     const char* advice) {
+Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes,
+                     const char* step) {
   Descriptor made = nullptr;
-  Check(api.cudnnBackendCreateDescriptor(type, &made), step, advice);
+  Check(api.cudnnBackendCreateDescriptor(type, &made), step);
   std::unique_ptr<void, Status (*)(Descriptor)> owned(made, api.cudnnBackendDestroyDescriptor);
   for (const auto& [name, element_type, count, elements] : attributes) {
-    Check(api.cudnnBackendSetAttribute(made, name, element_type, count, elements), step, advice);
+    Check(api.cudnnBackendSetAttribute(made, name, element_type, count, elements), step);
   }
-  Check(api.cudnnBackendFinalize(made), step, advice);
+  Check(api.cudnnBackendFinalize(made), step);
   return owned.release();
 }
 
@@ -188,9 +184,9 @@ std::unique_lock<std::mutex> Device::Acquire(int& lane) {
 }
 
 std::unique_lock<std::mutex> Device::LockUnlessEnded() {
-  if (Ended()) return {};  // first, since a forked child could wait without end
+  if (g_state != kRunning) return {};  // first, since a forked child could wait without end
   std::unique_lock<std::mutex> lock(mutex);
-  if (Ended()) lock.unlock();
+  if (g_state != kRunning) lock.unlock();
   return lock;
 }
 
@@ -221,13 +217,13 @@ std::shared_ptr<const Device::Plan> Device::GetPlan(const std::string& text) {
   ContextScope scope(context);
   int lane = 0;
   const auto held = Acquire(lane);
-  plan->descriptor = Finalized(
-      kPlan,
-      {{kPlanHandle, kTypeHandle, 1, &lanes[lane].handle},
-       {kPlanJson, kTypeChar, static_cast<int64_t>(text.size()), text.c_str()}},
-      "finalize a plan",
-      ". The plan was built with another driver or installation of cuDNN, or is damaged: lower the "
-      "function again on this machine");
+  plan->descriptor =
+      Finalized(kPlan,
+                {{kPlanHandle, kTypeHandle, 1, &lanes[lane].handle},
+                 {kPlanJson, kTypeChar, static_cast<int64_t>(text.size()), text.c_str()}},
+                "finalize a plan, which was built with another driver or installation of cuDNN, or "
+                "is damaged "
+                "(lower the function again on this machine)");
   ++counts[kPlansMade];
   ++counts[kPlansAlive];
   std::atexit(CloseDevices);

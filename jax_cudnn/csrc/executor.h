@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -16,6 +17,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -60,8 +62,7 @@ using CudaGraph = void*;   // CUgraph
   F(Status, cuGraphGetNodes, (CudaGraph, void** nodes, size_t* count))
 #define JAX_CUDNN_DECLARE(result, name, parameters) result(*name) parameters;
 
-// The process's cuDNN and driver. All globals are trivially destroyed, or never: executables are
-// released late, at interpreter exit too.
+// The process's cuDNN and driver. No global is destroyed: executables are released late, at exit.
 struct Api {
   JAX_CUDNN_OF_CUDNN(JAX_CUDNN_DECLARE)
   JAX_CUDNN_OF_DRIVER(JAX_CUDNN_DECLARE)
@@ -72,7 +73,6 @@ extern Api api;
 
 // Loads cuDNN, and perhaps the driver, unless they are loaded. Failures are not remembered.
 void Load(bool driver);
-
 template <typename... Parts>
 void Expect(bool holds, const Parts&... otherwise) {
   if (holds) return;
@@ -80,28 +80,36 @@ void Expect(bool holds, const Parts&... otherwise) {
   (text << ... << otherwise);
   throw std::runtime_error(text.str());
 }
-void Check(Status status, const char* step, const char* advice = "");  // fail in cuDNN's words,
-void CheckDriver(Status status, const char* step);                     // and in the driver's
-std::string VersionText(int64_t version);                              // "9.19.0" for 91900
+void Check(Status status, const char* step);        // fails with what cuDNN says
+void CheckDriver(Status status, const char* step);  // fails with what the driver says
+std::string VersionText(int64_t version);           // "9.19.0" for 91900
 
 enum { kPlan = 5, kPlanHandle = 400, kPlanWorkspaceSize = 402, kPlanJson = 405 };
 enum { kPack = 16, kPackUids = 1000, kPackPointers = 1001, kPackWorkspace = 1003 };
 enum { kTypeHandle = 0, kTypeInt64 = 3, kTypePointer = 6, kTypeChar = 24 };
 using BackendAttribute = std::tuple<int, int, int64_t, const void*>;  // name, type, count, elements
 // A finalized descriptor.
-Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes, const char* step,
-                     const char* advice = "");
+Descriptor Finalized(int type, std::initializer_list<BackendAttribute> attributes,
+                     const char* step);
 
 // What tests and benchmarks/host.py look at, in this order; the second line while `timed`.
 enum { kHandlesMade, kPlansMade, kPlansAlive, kPacksMade, kPacksAlive, kCallSitesAlive };
-enum { kInitializeNs = 6, kExecuteNs, kCudnnNs, kExecutions, kCounts };
+enum { kInitializeNs = 6, kExecuteNs, kCudnnNs, kCounts };
 extern std::atomic<int64_t> counts[kCounts];
 extern std::atomic<bool> timed;
+
+struct Timer {  // adds a scope's nanoseconds, while `timed`
+  using Clock = std::chrono::steady_clock;
+  ~Timer() {
+    if (start != Clock::time_point()) total += (Clock::now() - start).count();
+  }
+  std::atomic<int64_t>& total;
+  const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
+};
 
 // Fails if this process may no longer use cuDNN: after its exit handlers ran, and in a child forked
 // from a process that had used it.
 void FailIfEnded();
-
 // Refuses new work, waits about a second for work in flight, and leaves everything allocated. An
 // exit handler: those run in reverse order, and cuDNN loads parts of itself when plans first need
 // them; so each use that may have loaded something registers it again, before their destructors.
@@ -116,8 +124,7 @@ struct ContextScope {
   Context popped;
 };
 
-// Never destroyed: executables may be released after the CUDA driver was torn down.
-struct Device {
+struct Device {  // never destroyed
   struct Plan {  // a finalized one; the last call site to let go of it destroys it
     ~Plan();
     Device& device;
@@ -191,10 +198,7 @@ class CallSite {
   struct alignas(16) Row {  // cuDNN reads the last 16 bytes of a scalar's
     int64_t uid, kind, value, bytes;
   };
-  struct Pack {  // a finalized variant pack
-    std::vector<void*> pointers;
-    Descriptor descriptor;
-  };
+  using Pack = std::pair<std::vector<void*>, Descriptor>;  // a finalized one
   struct OnDevice {
     ~OnDevice();
     Descriptor PackOf(int lane, void* const* pointers, const std::vector<int64_t>& uids);

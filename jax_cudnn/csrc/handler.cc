@@ -3,7 +3,6 @@
 // XLA instantiates a call site once per executable (attributes only), initializes it before every
 // execution (outside of stream capture) and executes it (perhaps under capture).
 #include <algorithm>
-#include <chrono>
 
 #include "executor.h"
 
@@ -13,8 +12,6 @@ ffi::TypeId CallSite::id = {};  // unknown until JaxCudnnInstantiate registers i
 ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
 
 namespace {
-
-using std::chrono::steady_clock;
 
 // Nothing may be thrown into XLA or Python: it becomes an error that names the graph.
 template <typename Function>
@@ -88,16 +85,6 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize, BindStage<ffi::ExecutionStage::k
 XLA_FFI_DEFINE_HANDLER(kExecute, Execute, BindStage<ffi::ExecutionStage::kExecute>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// Whole calls, XLA's decoding of the call frame included.
-XLA_FFI_Error* Timed(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame,
-                     std::atomic<int64_t>& total) {
-  if (!timed.load(std::memory_order_relaxed)) return handler(frame);
-  const auto start = steady_clock::now();
-  XLA_FFI_Error* error = handler(frame);
-  total += (steady_clock::now() - start).count();
-  return error;
-}
-
 // An error's message for Python, until this thread's next; null without an error.
 const char* Message(const ffi::Error& error) {
   thread_local std::string message;
@@ -123,11 +110,13 @@ JAX_CUDNN_EXPORT XLA_FFI_Error* JaxCudnnInstantiate(XLA_FFI_CallFrame* frame) {
 }
 
 JAX_CUDNN_EXPORT XLA_FFI_Error* JaxCudnnInitialize(XLA_FFI_CallFrame* frame) {
-  return Timed(kInitialize, frame, counts[kInitializeNs]);
+  const Timer timer{counts[kInitializeNs]};  // with XLA's decoding of the call frame
+  return kInitialize(frame);
 }
 
 JAX_CUDNN_EXPORT XLA_FFI_Error* JaxCudnnExecute(XLA_FFI_CallFrame* frame) {
-  return Timed(kExecute, frame, counts[kExecuteNs]);
+  const Timer timer{counts[kExecuteNs]};
+  return kExecute(frame);
 }
 
 // The file of the cuDNN that plans will run with; "" if there is none.

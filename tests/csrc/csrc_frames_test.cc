@@ -173,11 +173,11 @@ int main(int argc, char** argv) {
   constexpr int kRounds = 200000;
   XLA_FFI_Handler* initialize_handler = handler("Initialize");
   XLA_FFI_Handler* execute_handler = handler("Execute");
-  int64_t counts[10];
+  int64_t counts[9];
   auto* const count = Symbol<void(int64_t*, int)>(library, "JaxCudnnCounts");
   for (const bool timed : {false, true}) {
     count(counts, timed);
-    CHECK(counts[6] == 0 && counts[7] == 0 && counts[8] == 0 && counts[9] == 0);
+    CHECK(counts[6] == 0 && counts[7] == 0 && counts[8] == 0);
     memory[0][0] = 3;
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < kRounds; ++i) {
@@ -190,7 +190,7 @@ int main(int argc, char** argv) {
                 static_cast<double>(elapsed.count()) / kRounds);
   }
   count(counts, 0);
-  CHECK(counts[6] > 0 && counts[7] > counts[8] && counts[8] > 0 && counts[9] == kRounds);
+  CHECK(counts[6] > 0 && counts[7] > counts[8] && counts[8] > 0);
   registered_type.deleter(context.state);
   count(counts, 0);
   const int64_t expected[] = {1, 1, 0, 1, 0, 0};
