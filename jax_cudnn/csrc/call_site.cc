@@ -9,7 +9,6 @@
 
 namespace jax_cudnn {
 namespace {
-
 constexpr int64_t kAlignment = 16;  // of what begins inside of other memory
 constexpr size_t kMaxPacks = 4;     // of a call site and a lane
 
@@ -81,8 +80,7 @@ CallSite::CallSite(std::string_view device_name, std::string_view name, std::str
   Require(!plan.empty() && !rows_.empty() && rows.size() % 4 == 0 && rows_.size() <= kMaxRows,
           "it has no plan, or not 1 to ", kMaxRows, " rows of 4 numbers");
   std::memcpy(rows_.data(), bytes.data(), bytes.size());
-  const auto [cudnn_version, workspace_bytes, plan_offset, unused] = rows_[0];
-  cudnn_version_ = cudnn_version, workspace_bytes_ = workspace_bytes, plan_offset_ = plan_offset;
+  std::tie(cudnn_version_, workspace_bytes_, plan_offset_) = std::tie(rows[0], rows[1], rows[2]);
   rows_.erase(rows_.begin());
   Require(Within(plan_offset_, 0, workspace_bytes_) && plan_offset_ % kAlignment == 0,
           "its plan does not begin at a multiple of 16 in the workspace");
@@ -121,14 +119,12 @@ int64_t CallSite::SizeOf(size_t row, bool listed, const std::vector<int64_t>& si
   if (value < 0 || bytes < 0) return -1;
   if (kind == kOperand && value < int64_t{kMaxRows}) return bytes;
   if (kind == kResult && listed) return bytes;
-  if (kind == kWorkspace && value % kAlignment == 0 && Within(value, bytes, plan_offset_)) {
-    return plan_offset_ - value;
-  }
+  const bool fits = value % kAlignment == 0 && Within(value, bytes, plan_offset_);
+  if (kind == kWorkspace) return fits ? plan_offset_ - value : -1;
   if (value >= int64_t(row)) return -1;
   const int64_t of = rows_[value].kind, left = sizes[value] - bytes;
-  if (kind == kView && of != kScalar && of != kMemset && bytes % kAlignment == 0 && left > 0) {
-    return left;
-  }
+  const bool has_part = of != kScalar && of != kMemset && bytes % kAlignment == 0 && left > 0;
+  if (kind == kView) return has_part ? left : -1;
   const bool is_word = Within(uid, 0, 0xffffffff) && (uid == 0 || bytes % 4 == 0);
   return kind == kMemset && (of == kResult || of == kWorkspace) && left >= 0 && is_word ? 0 : -1;
 }
@@ -222,19 +218,23 @@ void CallSite::Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers
     if (uid != kNoUid && kind != kMemset) pointers[count++] = starts[row];
   }
   pointers[count] = workspace + plan_offset_;
-
   int lane = 0;
   const auto held = here->device.Acquire(lane);
   const Handle handle = here->device.lanes[lane].handle;
   const Descriptor pack = here->PackOf(lane, pointers, uids_);
   Check(api.cudnnSetStream(handle, stream), "set the stream");
+  for (const auto& [word, kind, target, bytes] : rows_) {
+    if (kind != kMemset || bytes == 0) continue;
+    Expect(graph == nullptr, "this plan sets memory first, and cuDNN's CUDA graph would not");
+    const auto address = reinterpret_cast<uint64_t>(starts[target]);
+    CheckDriver(word == 0 ? api.cuMemsetD8Async(address, 0, bytes, stream)
+                          : api.cuMemsetD32Async(address, word, bytes / 4, stream),
+                "set memory before a plan");
+  }
   if (graph != nullptr) {
     const auto record =
         update ? api.cudnnBackendUpdateCudaGraph : api.cudnnBackendPopulateCudaGraph;
     Expect(record != nullptr, "cuDNN ", VersionText(api.version), " has no native CUDA graphs");
-    Expect(rows_.back().kind != kMemset,
-           "this plan sets memory before each execution, and cuDNN's CUDA graph does not contain "
-           "that");
     ContextScope scope(here->device.context);
     size_t nodes = 0;
     CheckDriver(api.cuGraphGetNodes(graph, nullptr, &nodes), "read a CUDA graph");
@@ -242,13 +242,6 @@ void CallSite::Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers
     Expect(nodes == 0 || update,
            "the CUDA graph to be populated has nodes, cuDNN wants an empty one");
     return Check(record(handle, here->plan->descriptor, pack, graph), "record a CUDA graph");
-  }
-  for (const auto& [word, kind, target, bytes] : rows_) {
-    if (kind != kMemset || bytes == 0) continue;
-    const auto address = reinterpret_cast<uint64_t>(starts[target]);
-    CheckDriver(word == 0 ? api.cuMemsetD8Async(address, 0, bytes, stream)
-                          : api.cuMemsetD32Async(address, word, bytes / 4, stream),
-                "set memory before a plan");
   }
   const Timer timer{counts[kCudnnNs]};
   Check(api.cudnnBackendExecute(handle, here->plan->descriptor, pack), "execute a plan");

@@ -8,13 +8,11 @@
 #include "executor.h"
 
 namespace jax_cudnn {
-
 Api api{};
 std::atomic<int64_t> counts[kCounts];
 std::atomic<bool> timed{false};
 
 namespace {
-
 constexpr char kCudnn[] = "libcudnn.so.9";
 std::mutex g_loading;  // and of the next two
 std::string& g_fallback_path = *new std::string;
@@ -30,7 +28,7 @@ void* Open(const char* path, int flags, std::string& tried) {
 }
 
 // Looks a function up; adds its name to `missing` when the library lacks it. Not every cuDNN 9 has
-// CUDA graphs, and nothing else needs those functions.
+// CUDA graphs, and plans run without.
 template <typename Function>
 void Find(void* library, const std::string& name, Function& function, std::string& missing) {
   function = reinterpret_cast<Function>(dlsym(library, name.c_str()));
@@ -57,9 +55,8 @@ void Load(bool driver) {
   std::lock_guard<std::mutex> lock(g_loading);
   std::string tried, missing;
   if (api.version == 0) {
-    const char* const fallback = g_fallback_path.c_str();
     void* library = Open(kCudnn, RTLD_NOLOAD, tried);
-    if (!library && *fallback) library = Open(fallback, 0, tried);
+    if (!library && !g_fallback_path.empty()) library = Open(g_fallback_path.c_str(), 0, tried);
     if (!library) library = Open(kCudnn, 0, tried);
     Expect(library,
            "cuDNN 9 was not found. Install it with JAX: pip install 'jax-cudnn[cuda12]' or "

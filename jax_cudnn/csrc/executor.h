@@ -1,8 +1,8 @@
 // Runs cuDNN's finished plans: what lives once per process, per device, and per custom call.
 //
-// cuDNN and the CUDA driver are found at run time, and declared here by hand, so that one binary
-// serves CUDA 12 and 13 and compiles with no CUDA toolkit. The numbers are ABI of cuDNN 9.
-// Failures are thrown without the graph's name; handler.cc adds it, and knows XLA's call frames.
+// cuDNN and the CUDA driver are found at run time and declared by hand, so that one binary serves
+// CUDA 12 and 13 and needs no CUDA toolkit. The numbers are cuDNN 9's ABI. Failures are thrown
+// without the graph's name, which handler.cc adds; only that knows XLA's call frames.
 #pragma once
 
 #include <array>
@@ -17,7 +17,6 @@
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -25,7 +24,6 @@
 #define JAX_CUDNN_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace jax_cudnn {
-
 namespace ffi = xla::ffi;
 
 using Status = int;        // cudnnStatus_t and CUresult; 0 is success in both
@@ -97,7 +95,6 @@ enum { kHandlesMade, kPlansMade, kPlansAlive, kPacksMade, kPacksAlive, kCallSite
 enum { kInitializeNs = 6, kExecuteNs, kCudnnNs, kCounts };
 extern std::atomic<int64_t> counts[kCounts];
 extern std::atomic<bool> timed;
-
 struct Timer {  // adds a scope's nanoseconds, while `timed`
   using Clock = std::chrono::steady_clock;
   ~Timer() {
@@ -115,8 +112,7 @@ void FailIfEnded();
 // them; so each use that may have loaded something registers it again, before their destructors.
 void CloseDevices();
 
-// Makes a CUDA context current on this thread for a scope.
-struct ContextScope {
+struct ContextScope {  // makes a CUDA context current on this thread
   explicit ContextScope(Context context) {
     CheckDriver(api.cuCtxPushCurrent_v2(context), "enter a context");
   }
@@ -138,8 +134,7 @@ struct Device {  // never destroyed
     Handle handle = nullptr;
   };
   static constexpr int kMaxLanes = 16;
-
-  // The device of a stream's context, with a handle. The first call for a context makes it.
+  // The device of a stream's context, made at the first call.
   static Device& OfStream(Stream stream);
   // Takes a lane with a handle; that of this thread's last call, if it is free.
   std::unique_lock<std::mutex> Acquire(int& lane);
@@ -173,7 +168,6 @@ class CallSite {
  public:
   static constexpr size_t kMaxRows = 512;  // on the stack; the largest graphs have dozens
   static constexpr int32_t kMaxDevices = 64;
-
   // The custom call's attributes: `attributes` of _core/ffi.py writes them.
   CallSite(std::string_view device_name, std::string_view name, std::string_view plan,
            ffi::Span<const int64_t> rows, int64_t checksum);
@@ -185,10 +179,8 @@ class CallSite {
   void Execute(int32_t ordinal, Stream stream, Buffers operands, Buffers results,
                CudaGraph graph = nullptr, bool update = false);
   const std::string& name() const { return name_; }
-
   // CRC-32 of the other attributes, in this order.
   static int64_t Checksum(std::initializer_list<std::string_view> attributes);
-
   static ffi::TypeId id;  // required of an XLA FFI state, as is the next
   static ffi::TypeInfo info;
 

@@ -7,7 +7,6 @@
 #include "executor.h"
 
 namespace jax_cudnn {
-
 ffi::TypeId CallSite::id = {};  // unknown until JaxCudnnInstantiate registers it
 ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
 
@@ -45,8 +44,7 @@ ffi::Error Initialize(CallSite* site, void* stream, int32_t ordinal, ffi::Remain
 ffi::Error Execute(CallSite* site, void* stream, int32_t ordinal, ffi::RemainingArgs args,
                    ffi::RemainingRets rets, ffi::Dictionary) {
   return Guarded(site->name(), [&] {
-    // A call site needs no more.
-    constexpr size_t kMax = CallSite::kMaxRows;
+    constexpr size_t kMax = CallSite::kMaxRows;  // it needs no more
     const size_t arg_count = std::min(args.size(), kMax), ret_count = std::min(rets.size(), kMax);
     Buffer operands[kMax], results[kMax];
     for (size_t i = 0; i < arg_count; ++i) {
