@@ -37,17 +37,19 @@ def overhead() -> dict[str, float]:
     @jax.jit
     def timed(x, w, b):
         for _ in range(LENGTH):
-            (x,) = ffi.call(plan, trace.spec, "block", x, w, b, target=ffi.TIMED_TARGET)
+            (x,) = ffi.call(plan, trace.spec, "block", x, w, b)
         return x
 
     for _ in range(5):
         jax.block_until_ready(timed(x, w, b))
-    counts = (ctypes.c_int64 * 4)()
-    ffi.library().JaxCudnnTimings(counts, 1)
-    for _ in range(100):
+    before, after = (ctypes.c_int64 * 9)(), (ctypes.c_int64 * 9)()
+    ffi.library().JaxCudnnCounts(before, 1)  # counts nanoseconds from now on
+    repeats = 100
+    for _ in range(repeats):
         jax.block_until_ready(timed(x, w, b))
-    ffi.library().JaxCudnnTimings(counts, 1)
-    initialize, execute, backend, calls = counts
+    ffi.library().JaxCudnnCounts(after, 0)
+    initialize, execute, backend = (after[i] - before[i] for i in range(6, 9))
+    calls = repeats * LENGTH
     return {
         "initialize": round(initialize / calls, 1),
         "execute": round(execute / calls, 1),

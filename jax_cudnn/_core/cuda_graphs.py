@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,40 +30,10 @@ NOTE = "SUPPORTS_CUDA_GRAPH_NATIVE_API"
 _INSTEAD = "capture a jitted call on a stream, or rely on XLA's command buffers"
 
 
-class _Plan(ctypes.Structure):
-    """csrc/recording.h's ``JaxCudnnPlan``."""
+class _Buffer(ctypes.Structure):
+    """csrc/executor.h's ``Buffer``."""
 
-    _fields_ = (
-        ("plan", ctypes.c_char_p),
-        ("name", ctypes.c_char_p),
-        ("device_name", ctypes.c_char_p),
-        ("checksum", ctypes.c_int64),
-        ("cudnn_version", ctypes.c_int64),
-        ("bindings", ctypes.c_void_p),
-        ("binding_numbers", ctypes.c_int64),
-        ("scalars", ctypes.c_void_p),
-        ("scalar_bytes", ctypes.c_int64),
-        ("fills", ctypes.c_void_p),
-        ("fill_numbers", ctypes.c_int64),
-        ("workspace_bytes", ctypes.c_int64),
-        ("plan_workspace_offset", ctypes.c_int64),
-    )
-
-
-class _Buffers(ctypes.Structure):
-    """csrc/recording.h's ``JaxCudnnBuffers``."""
-
-    _fields_ = (
-        ("data", ctypes.POINTER(ctypes.c_void_p)),
-        ("bytes", ctypes.POINTER(ctypes.c_int64)),
-        ("count", ctypes.c_int64),
-    )
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]]) -> _Buffers:
-        pointers, sizes = zip(*pairs, strict=True) if (pairs := [*pairs]) else ((), ())
-        count = len(pointers)
-        return cls((ctypes.c_void_p * count)(*pointers), (ctypes.c_int64 * count)(*sizes), count)
+    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_int64))
 
 
 def record(
@@ -90,27 +60,25 @@ def record(
         *_pointers(plan, plan.spec.output_tensors, results, "results", device),
         _workspace(plan, workspace, device),
     ]
-    read, written = given[: len(operands)], given[len(operands) :]
-    message = ctypes.create_string_buffer(2048)
-    failed = _library().JaxCudnnRecord(
+    message = _library().JaxCudnnRecord(
         ctypes.c_void_p(_call_site(own, plan.name)),
         ctypes.c_int32(device.local_hardware_id),
         ctypes.c_void_p(device.get_stream_for_external_ready_events()),
-        ctypes.byref(_Buffers.of(read)),
-        ctypes.byref(_Buffers.of(written)),
+        (_Buffer * len(given))(*given),
+        ctypes.c_size_t(len(operands)),
+        ctypes.c_size_t(len(given) - len(operands)),
         ctypes.c_void_p(int(cuda_graph)),
         ctypes.c_int(update),
-        message,
-        ctypes.c_int64(len(message)),
     )
-    if failed:
-        raise LibraryError(message.value.decode(errors="replace"))
+    if message:
+        raise LibraryError(message.decode(errors="replace"))
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     loaded = ffi.library()
-    loaded.JaxCudnnNewCallSite.restype = ctypes.c_void_p
+    loaded.JaxCudnnNewCallSite.restype = ctypes.c_char_p
+    loaded.JaxCudnnRecord.restype = ctypes.c_char_p
     return loaded
 
 
@@ -124,31 +92,19 @@ def _call_site(plan: ExecutionPlan, name: str) -> int:
 
 @functools.cache  # never freed: CUDA graphs that use its kernels may exist
 def _new_call_site(plan: ExecutionPlan, name: str) -> int:
-    given = ffi.attributes(plan, name)
-    bindings, scalars, fills = (
-        np.ascontiguousarray(given[key]) for key in ("bindings", "scalars", "fills")
+    given, site = ffi.attributes(plan, name), ctypes.c_void_p()
+    rows = given["rows"]
+    message = _library().JaxCudnnNewCallSite(
+        *(given[key].encode() for key in ("device_name", "name", "plan")),
+        rows.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),
+        ctypes.c_size_t(rows.size),
+        ctypes.c_int64(given["checksum"]),
+        ctypes.byref(site),
     )
-    fields = _Plan(
-        plan=given["plan"].encode(),
-        name=name.encode(),
-        device_name=given["device_name"].encode(),
-        checksum=int(given["checksum"]),
-        cudnn_version=int(given["cudnn_version"]),
-        bindings=bindings.ctypes.data,
-        binding_numbers=bindings.size,
-        scalars=scalars.ctypes.data,
-        scalar_bytes=scalars.size,
-        fills=fills.ctypes.data,
-        fill_numbers=fills.size,
-        workspace_bytes=int(given["workspace_bytes"]),
-        plan_workspace_offset=int(given["plan_workspace_offset"]),
-    )
-    message = ctypes.create_string_buffer(2048)
-    size = ctypes.c_int64(len(message))
-    site = _library().JaxCudnnNewCallSite(ctypes.byref(fields), message, size)
-    if not site:
-        raise LibraryError(message.value.decode(errors="replace"))
-    return site
+    if message:
+        raise LibraryError(message.decode(errors="replace"))
+    assert site.value is not None
+    return site.value
 
 
 def _check(plan: PlannedGraph) -> None:

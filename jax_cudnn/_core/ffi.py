@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
-import itertools
 import os
+import struct
 import sysconfig
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,18 @@ from .graph.boundary import boundary, stored
 from .graph.layout import layout
 from .graph.spec import GraphSpec
 from .package import packaged_library
-from .planning.execution_plan import ExecutionPlan
+from .planning.execution_plan import (
+    CONSTANT,
+    RESULT,
+    SCALAR_STRIDE,
+    SLOT,
+    UNBOUND,
+    ExecutionPlan,
+)
 
 TARGET = "jax_cudnn"
-TIMED_TARGET = "jax_cudnn_timed"
 LIBRARY = "libjax_cudnn.so"
+MEMSET = 5  # a kind of a row, after those of execution_plan.py
 PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
 
 
@@ -45,22 +52,20 @@ def library() -> ctypes.CDLL:
             "compiler)",
         ) from error
     loaded.JaxCudnnLoadedPath.restype = ctypes.c_char_p
-    loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
     loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
     return loaded
 
 
 @functools.cache
-def register(target: str = TARGET) -> None:
+def register() -> None:
     """Registers the handlers with XLA; safe without a CUDA plugin, where nothing calls them."""
-    loaded, kind = library(), "Timed" if target == TIMED_TARGET else ""
+    loaded = library()
     handlers = {
-        "instantiate": loaded.JaxCudnnInstantiate,
-        "initialize": getattr(loaded, f"JaxCudnn{kind}Initialize"),
-        "execute": getattr(loaded, f"JaxCudnn{kind}Execute"),
+        "instantiate": jax.ffi.pycapsule(loaded.JaxCudnnInstantiate),
+        "initialize": jax.ffi.pycapsule(loaded.JaxCudnnInitialize),
+        "execute": jax.ffi.pycapsule(loaded.JaxCudnnExecute),
     }
-    capsules = {stage: jax.ffi.pycapsule(function) for stage, function in handlers.items()}
-    jax.ffi.register_ffi_target(target, capsules, platform=PLATFORM)
+    jax.ffi.register_ffi_target(TARGET, handlers, platform=PLATFORM)
 
 
 def call(
@@ -75,7 +80,6 @@ def outputs_and_workspace(
     spec: GraphSpec,
     name: str,
     *operands: Any,
-    target: str = TARGET,
     in_place: Mapping[int, int] = MappingProxyType({}),
     after: jax.Array | None = None,
 ) -> tuple[Sequence[jax.Array], jax.Array]:
@@ -84,7 +88,7 @@ def outputs_and_workspace(
     ``in_place``: operands by position whose memory a result takes. ``after``: the workspace of
     another call, which this one then follows; it does not read it.
     """
-    register(target)
+    register()
     edge = boundary(spec)
     planned, given = edge.planned, edge.sent(operands)
     results = [
@@ -93,11 +97,11 @@ def outputs_and_workspace(
     ]
     given += [jnp.asarray(table, jnp.float32) for table in plan.tables]
     initial = boundary(planned).initial
-    begun = [  # results that the plan writes a part of, and what the other parts hold
-        (i, _word(value, result.dtype))
+    begun = {  # results that the plan writes a part of, and what the other parts hold
+        i: _word(value, result.dtype)
         for i, (t, result) in enumerate(zip(planned.output_tensors, results, strict=True))
         if (value := initial.get(t.name)) is not None
-    ]
+    }
     followed = () if after is None else (after,)
     orders = layout(planned).orders
     layouts_in = [orders[name] for name in planned.inputs]
@@ -105,31 +109,58 @@ def outputs_and_workspace(
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(
-        target,
+        TARGET,
         [*results, workspace],
         input_layouts=[*layouts_in, *(flat for _ in (*plan.tables, *followed))],
         output_layouts=[*layouts_out, flat],
         input_output_aliases=dict(in_place),
-    )(*given, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
+    )(*given, *followed, **attributes(plan, name, begun))
     return edge.received(outputs), used
 
 
-def attributes(plan: ExecutionPlan, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
-    """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
+def attributes(
+    plan: ExecutionPlan, name: str, begun: Mapping[int, int] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The custom call's attributes. ``begun``: words, by results that they fill before each run.
+
+    ``device_name`` and ``plan`` are the plan's, ``name`` is for messages. ``rows`` of 4 numbers of
+    64 bits are the version of cuDNN, the bytes of the workspace (the last result), where cuDNN's
+    own begins in it, and 0; and then what each tensor of the plan points to: (uid, kind, value,
+    bytes), the graph's operands in order, its results in order, and more. The uid -1: it is not the
+    plan's. The kinds:
+
+    - 0, operand, and 1, result: its number, and its exact bytes.
+    - 2, workspace: an offset in it before cuDNN's own, a multiple of 16.
+    - 3, constant: value and bytes are its 16 bytes, which cuDNN reads on the host.
+    - 4, view: an earlier row, and the offset from its pointer, a multiple of 16.
+    - 5, memset: an earlier row (a result, or workspace), and the bytes that are written there
+      before each execution. The uid is the word of 4 bytes that they repeat. Memset, because a
+      captured copy would read its source again at each replay, and because XLA passes a result
+      other memory than the operand that it should alias where it fuses the call with slices.
+
+    ``checksum``: the CRC-32 of all others in alphabetical order. A damaged or edited program is
+    rejected before cuDNN sees it; it does not protect against a program with another checksum.
+    """
+    rows = [(plan.cudnn_version, plan.workspace_bytes, plan.plan_workspace_offset, 0)]
+    for uid, kind, place, size in plan.bindings:
+        if kind == CONSTANT and not 0 <= place <= len(plan.scalars) - SCALAR_STRIDE:
+            raise LibraryError(f"{name}: a constant of the plan is not in its constants")
+        constant = struct.unpack_from("<2q", plan.scalars, place) if kind == CONSTANT else ()
+        rows.append((uid, kind, *(constant or (place, size))))
+    results = [i for i, row in enumerate(plan.bindings) if row[1] == RESULT]
+    memsets = [
+        (word, MEMSET, results[i], plan.bindings[results[i]][3]) for i, word in begun.items()
+    ]
+    for place, unit, count, word in plan.fills:
+        memsets.append((word, MEMSET, len(rows) - 1, unit * count))
+        rows.append((UNBOUND, SLOT, place, unit * count))
     given = {
-        "plan": plan.text,
-        "name": name,
-        "cudnn_version": np.int64(plan.cudnn_version),
         "device_name": plan.device_name,
-        "bindings": np.array(plan.bindings, np.int64).reshape(-1),
-        "fills": np.array(plan.fills, np.int64).reshape(-1),
-        "initial": np.array(initial, np.int64),
-        "scalars": np.frombuffer(plan.scalars, np.uint8),
-        "workspace_bytes": np.int64(plan.workspace_bytes),
-        "plan_workspace_offset": np.int64(plan.plan_workspace_offset),
+        "name": name,
+        "plan": plan.text,
+        "rows": np.array([*rows, *memsets], np.int64).reshape(-1),
     }
-    values = (value for _, value in sorted(given.items()))
-    data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in values)
+    data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in given.values())
     return {**given, "checksum": np.int64(zlib.crc32(data))}
 
 

@@ -125,34 +125,19 @@ int main(int argc, char** argv) {
   CHECK(MetadataOf(api, handler("Instantiate")).state_type_id.type_id == 42);
   CHECK(MetadataOf(api, handler("Execute")).traits ==
         XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
-  CHECK(MetadataOf(api, handler("TimedExecute")).traits ==
-        XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 
   // Attributes, sorted by name as XLA does.
-  int64_t version = 91900, workspace_bytes = 64, offset = 16;
-  int64_t checksum = 3944762693;  // zlib's crc32 of the others
-  int64_t bindings[] = {1, 0, 0, 32, 2, 1, 0, 32, 3, 0, 1, 32, 4, 0, 2, 32, 5, 0, 3, 32};
-  int64_t fills[] = {16, 1, 1, 5};
-  XLA_FFI_Array bindings_array{XLA_FFI_DataType_S64, 20, bindings};
-  XLA_FFI_Array fills_array{XLA_FFI_DataType_S64, 4, fills};
-  XLA_FFI_Array no_initial{XLA_FFI_DataType_S64, 0, nullptr};
-  XLA_FFI_Array no_scalars{XLA_FFI_DataType_U8, 0, nullptr};
+  int64_t rows[] = {91900, 64, 16, 0,  1, 0, 0, 32, 2,  1, 0, 32, 3, 0, 1, 32,
+                    4,     0,  2,  32, 5, 0, 3, 32, -1, 2, 0, 8,  5, 5, 5, 8};
+  int64_t checksum = 797276495;  // zlib's crc32 of the others
+  XLA_FFI_Array rows_array{XLA_FFI_DataType_S64, 32, rows};
   XLA_FFI_Scalar checksum_scalar{XLA_FFI_DataType_S64, &checksum};
-  XLA_FFI_Scalar version_scalar{XLA_FFI_DataType_S64, &version};
-  XLA_FFI_Scalar bytes_scalar{XLA_FFI_DataType_S64, &workspace_bytes};
-  XLA_FFI_Scalar offset_scalar{XLA_FFI_DataType_S64, &offset};
   XLA_FFI_ByteSpan device{"Fake GPU", 8}, name{"graph", 5}, plan{"copy 32", 7};
-  std::vector<std::string> keys = {
-      "bindings", "checksum", "cudnn_version",         "device_name", "fills",          "initial",
-      "name",     "plan",     "plan_workspace_offset", "scalars",     "workspace_bytes"};
-  const auto array = XLA_FFI_AttrType_ARRAY;
-  const auto scalar = XLA_FFI_AttrType_SCALAR;
-  const auto text = XLA_FFI_AttrType_STRING;
-  XLA_FFI_AttrType types[] = {array, scalar, scalar, text,  array, array,
-                              text,  text,   scalar, array, scalar};
-  void* values[] = {&bindings_array, &checksum_scalar, &version_scalar, &device,
-                    &fills_array,    &no_initial,      &name,           &plan,
-                    &offset_scalar,  &no_scalars,      &bytes_scalar};
+  std::vector<std::string> keys = {"checksum", "device_name", "name", "plan", "rows"};
+  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_STRING,
+                              XLA_FFI_AttrType_STRING, XLA_FFI_AttrType_STRING,
+                              XLA_FFI_AttrType_ARRAY};
+  void* values[] = {&checksum_scalar, &device, &name, &plan, &rows_array};
   std::vector<XLA_FFI_ByteSpan> spans;
   for (const std::string& key : keys) spans.push_back({key.data(), key.size()});
   std::vector<XLA_FFI_ByteSpan*> names;
@@ -160,7 +145,7 @@ int main(int argc, char** argv) {
 
   XLA_FFI_ExecutionContext context;
   Frame instantiate(api, context, XLA_FFI_ExecutionStage_INSTANTIATE);
-  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 11, types, names.data(), values};
+  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 5, types, names.data(), values};
   instantiate.Run(handler("Instantiate"));
   CHECK(context.state != nullptr);
 
@@ -186,9 +171,13 @@ int main(int argc, char** argv) {
   execute.frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 2, ret_types, rets};
 
   constexpr int kRounds = 200000;
-  for (const std::string kind : {"", "Timed"}) {
-    XLA_FFI_Handler* initialize_handler = handler((kind + "Initialize").c_str());
-    XLA_FFI_Handler* execute_handler = handler((kind + "Execute").c_str());
+  XLA_FFI_Handler* initialize_handler = handler("Initialize");
+  XLA_FFI_Handler* execute_handler = handler("Execute");
+  int64_t counts[9];
+  auto* const count = Symbol<void(int64_t*, int)>(library, "JaxCudnnCounts");
+  for (const bool timed : {false, true}) {
+    count(counts, timed);
+    CHECK(counts[6] == 0 && counts[7] == 0 && counts[8] == 0);
     memory[0][0] = 3;
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < kRounds; ++i) {
@@ -196,19 +185,17 @@ int main(int argc, char** argv) {
       execute.Run(execute_handler);
     }
     const std::chrono::nanoseconds elapsed = std::chrono::steady_clock::now() - start;
-    CHECK(memory[4][0] == 8);
-    std::printf("%s initialize + execute: %.0f ns\n", kind.empty() ? "plain" : "timed",
+    CHECK(memory[4][0] == 3 && workspace[0] == 5 && workspace[4] == 5);
+    std::printf("%s initialize + execute: %.0f ns\n", timed ? "timed" : "plain",
                 static_cast<double>(elapsed.count()) / kRounds);
   }
-  int64_t timings[4], counters[6];
-  Symbol<void(int64_t*, int)>(library, "JaxCudnnTimings")(timings, 1);
-  CHECK(timings[3] == kRounds && timings[0] > 0 && timings[1] > timings[2] && timings[2] > 0);
-  Symbol<void(int64_t*, int)>(library, "JaxCudnnTimings")(timings, 1);
-  CHECK(timings[0] == 0 && timings[3] == 0);
+  count(counts, 0);
+  CHECK(counts[6] > 0 && counts[7] > counts[8] && counts[8] > 0);
   registered_type.deleter(context.state);
-  Symbol<void(int64_t*)>(library, "JaxCudnnCounters")(counters);
+  count(counts, 0);
   const int64_t expected[] = {1, 1, 0, 1, 0, 0};
-  for (int i = 0; i < 6; ++i) CHECK(counters[i] == expected[i]);
-  CHECK(Symbol<int64_t()>(library, "JaxCudnnLoadedVersion")() == 91900);
+  for (int i = 0; i < 6; ++i) CHECK(counts[i] == expected[i]);
+  const std::string path = Symbol<const char*()>(library, "JaxCudnnLoadedPath")();
+  CHECK(path.find("/libcudnn.so") != path.npos);
   return 0;
 }

@@ -62,11 +62,12 @@ def called(name):
 
 
 def filled(function, avals):
-    """With two fills at the end of the workspace, which no plan that we know has."""
+    """With two fills before cuDNN's workspace, which no plan that we know has."""
     (plan,) = jc.plan(function, *avals).execution_plans
-    end = -(-plan.workspace_bytes // 4) * 4
-    fills = ((end, 4, 16, 7), (end, 1, 64, 0))
-    plan = dataclasses.replace(plan, workspace_bytes=end + 64, fills=fills)
+    start, space = plan.plan_workspace_offset, plan.workspace_bytes
+    more = {"plan_workspace_offset": start + 64, "workspace_bytes": space + 64}
+    fills = ((start, 4, 16, 7), (start, 1, 64, 0))
+    plan = dataclasses.replace(plan, fills=fills, **more)
     spec = function.trace(*avals)[1].spec
     return jax.jit(lambda *x: ffi.call(plan, spec, "fills", *x)), avals
 

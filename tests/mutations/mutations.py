@@ -119,11 +119,11 @@ MUTATIONS = {
     "running statistics swapped": ("flax/normalization.py", "layer.mean[...], layer.var[...] = jax", "layer.var[...], layer.mean[...] = jax"),
     "einsum's batch axes are summed": ("flax/linear.py", "[c for c in both if c in result]", "[]"),
     # the executor
-    "C++: an operand too few": ("csrc/plan.cc", "std::max<size_t>(operands_needed_, binding.value + 1)", "std::max<size_t>(operands_needed_, binding.value)"),
-    "C++: a view beyond its source": ("csrc/plan.cc", "if (binding.bytes >= sizes[binding.value]) {", "if (binding.bytes >= sizes[binding.value] + 4096) {"),
-    "C++: the version is not compared": ("csrc/plan.cc", "cudnn.version != attributes_.cudnn_version", "cudnn.version < 0"),
-    "C++: the checksum is not compared": ("csrc/plan.cc", "a.checksum != Checksum(a)", "a.checksum < 0"),
-    "C++: the workspace is not compared": ("csrc/plan.cc", "(*plan)->workspace_bytes() > given", "given < 0"),
-    "C++: tensors are an element smaller": ("csrc/plan_text.cc", "(last + 1) * type.bits / 8", "last * type.bits / 8"),
-    "C++: packs of equal hash are equal": ("csrc/variant_pack.cc", "if (cache_.Equal(*pack, pointers)) {", "if (true) {"),
+    "C++: an operand too few": ("csrc/call_site.cc", "operands_ = std::max(operands_, value + 1)", "operands_ = std::max(operands_, value)"),
+    "C++: a view beyond its source": ("csrc/call_site.cc", "bytes % kAlignment == 0 && left > 0", "bytes % kAlignment == 0 && left > -4096"),
+    "C++: the version is not compared": ("csrc/call_site.cc", "api.version == cudnn_version_", "api.version > 0"),
+    "C++: the checksum is not compared": ("csrc/call_site.cc", "checksum == Checksum({", "checksum >= 0 || checksum == Checksum({"),
+    "C++: the workspace is not compared": ("csrc/call_site.cc", "plan->workspace_bytes <= given", "given >= 0"),
+    "C++: tensors are an element smaller": ("csrc/call_site.cc", "(last + 1) * bits / 8", "last * bits / 8"),
+    "C++: packs of other pointers are taken": ("csrc/call_site.cc", "std::equal(held.begin(), held.end(), pointers)", "held.size() > 0"),
 }

@@ -17,7 +17,7 @@ from ..graph.dtypes import itemsize
 from ..graph.layout import layout
 from ..graph.spec import GraphSpec, Tensor
 
-# Kinds of a binding; csrc/plan.h has the same numbers.
+# Kinds of a binding; csrc/executor.h has the same numbers.
 OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)
 UNBOUND = -1
 Row = tuple[int, int, int]  # of a binding, without the uid

@@ -197,7 +197,7 @@ def _check_bindings(
 ) -> None:
     """Raises Wrong unless the rows are the graph's and those that the frontend adds, and bind the
     tensors that the text lists, which have the graph's dtypes and dimensions, and room there: what
-    the executor refuses (csrc/plan.cc) is refused, else such a plan would stay in the cache."""
+    csrc/call_site.cc refuses is refused, else such a plan would stay in the cache."""
     own, rows = plans.graph_rows(spec), plan.bindings
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
     need(arrays <= len(rows) <= _ROWS, "bindings", f"{arrays} to {_ROWS} rows", rows)
@@ -252,7 +252,7 @@ def _check_bindings(
 
 
 def _least(tensor: dict[str, Any]) -> int:
-    """The least bytes of a tensor of a text, as csrc/plan_text.cc counts them."""
+    """The least bytes of a tensor of a text, as csrc/call_site.cc counts them."""
     dtype = FROM_CUDNN.get(tensor["dataType"].removeprefix("CUDNN_DATA_"))
     regular = str(tensor.get("reordering")).endswith("REORDERING_NONE")
     if dtype is None or not regular or "isRagged" in tensor:

@@ -188,7 +188,9 @@ class _Attempt:
         if call.node.anchor:
             return folds, by_reference
         named = {port: self._forms[name] for port, name in call.inputs}
-        largest = sorted(ports, key=lambda port: -math.prod(tensors[port].shape))
+        # In the order of the ports, which is not that of a set: all processes make one program.
+        known = [port for port, _ in call.inputs if port in ports]
+        largest = sorted(known, key=lambda port: -math.prod(tensors[port].shape))
 
         def unlike(fold: Fold) -> tuple[bool, ...]:
             return tuple(_Form(fold.axes[port]) not in named[port] for port in largest)

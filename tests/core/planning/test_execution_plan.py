@@ -232,7 +232,7 @@ BOTH = [  # refused by the executor, too
     placed((OUT, VIEW, 0, 0), omitted=[OUT]),
     placed((OUT, SLOT, 176, 0), omitted=[OUT]),
     placed((B, CONSTANT, 16, 0), omitted=[B]),
-    [*GOOD["bindings"], *([uid, CONSTANT, 16, 0] for uid in range(100, 360))],
+    [*GOOD["bindings"], *([uid, CONSTANT, 16, 0] for uid in range(100, 640))],
 ]
 
 

@@ -102,18 +102,13 @@ NATIVE = {"select_behavior_notes": NOTE}
 
 
 ALTERED = [  # a row of the backward of attention, by kind, and what takes its place
-    (OPERAND, lambda uid, *_: (uid, CONSTANT, 0, 0), "not in the order of the operands"),
-    (SLOT, lambda uid, *_: (uid, CONSTANT, 0, 0), "is in the GPU's memory, but row 11 "),
+    (OPERAND, lambda uid, *_: (uid, CONSTANT, 0, 0), "row [0-9]+: [0-9]+ 1 0 "),
+    (SLOT, lambda uid, *_: (uid, CONSTANT, 0, 0), "has .* bytes, but row 11, of kind 3"),
     (OPERAND, lambda uid, kind, at, size: (uid, kind, at, size - 1), "leads to 131071"),
     (OPERAND, lambda uid, *row: (UNBOUND, *row), "tensor 1 of the plan is in no row"),
-    (OPERAND, lambda uid, *row: (4, *row), "row 0 of bindings is not in the order"),
-    (CONSTANT, lambda uid, *_: (uid, OPERAND, 0, 131072), "is read on the host, but row 9 "),
-    (CONSTANT, lambda uid, kind, at, size: (uid, kind, 4096, size), "ends outside the 32 bytes"),
-    (
-        SLOT,
-        lambda uid, kind, at, size: (uid, kind, 528624, size),
-        "row 11 of bindings ends outside",
-    ),
+    (OPERAND, lambda uid, *row: (4, *row), "row 0: 4 0 0 "),
+    (CONSTANT, lambda uid, *_: (uid, OPERAND, 0, 131072), "by value, .*row 9, of kind 0"),
+    (SLOT, lambda uid, kind, at, size: (uid, kind, 528624, size), "row 11: "),
 ]
 
 
@@ -140,7 +135,6 @@ def test_addresses_of_what_does_not_fit_or_lies_elsewhere_are_not_recorded(monke
     class Library:
         def JaxCudnnRecord(self, *given):
             recorded.append(given)
-            return 0
 
     class Gpu:
         local_hardware_id = 0
