@@ -1,7 +1,7 @@
 // What XLA and Python see: the stages of the custom call "jax_cudnn", and a few C functions.
 //
-// XLA instantiates a call site once per executable (attributes only), initializes it before every
-// execution (outside of stream capture) and executes it (perhaps under capture).
+// XLA instantiates a call site once per executable, initializes it before every execution (not
+// under stream capture) and executes it (perhaps under capture).
 #include <algorithm>
 
 #include "executor.h"
