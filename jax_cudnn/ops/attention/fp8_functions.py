@@ -16,6 +16,7 @@ from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags, floating, number
 from ..scaling import E4M3, DelayedScaling, amax_of, largest, quantizable, scale_of
 from .base import BOTTOM_RIGHT, TOP_LEFT
+from .fp8_tangent import Quantize
 from .operands import BY_TOKEN, check_operands, lengths_of, operand, window_bounds
 
 _WEIGHTS = largest(E4M3)  # the scale of the softmax weights, which are at most 1
@@ -59,8 +60,6 @@ def _padding(lengths):
 
 
 def _current(g, operands, scales, lengths, *, options, implementation, **kind):
-    from .fp8_tangent import Quantize  # lazy, for a fast import
-
     def quantized(x, scale, dtype):
         states = {"input": x._state, "scale": scale._state}
         return _placed(g._append(Quantize(str(dtype)), states))

@@ -14,8 +14,10 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.dtypes import wide_dtype
 from ..arguments import array, floating, int32, number
 from . import extras as extras
+from .bias import nonempty
 from .reference import Band, bound
 from .score_mod.value import ScoreMod, check_function
+from .score_mod.written import written
 
 BY_TOKEN = (0, 2, 1, 3)
 """(B, H, S, D) in the memory layout of (B, S, H, D), and back."""
@@ -127,17 +129,7 @@ def lengths_of(
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
-    return computed(query.shape[1], *found)
-
-
-def computed(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths such that cuDNN writes all results, and zeros where a batch element has no
-    queries or no keys: among several queries it leaves them unwritten without keys, but not without
-    queries; a single one (``count``) it computes whatever its length, and is zero without keys."""
-    if isinstance(count, int) and count == 1:
-        return queries, jnp.where(queries <= 0, 0, keys)
-    none = keys <= 0
-    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
+    return nonempty(query.shape[1], *found)
 
 
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:
@@ -194,8 +186,6 @@ def modification(
 ) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
     """The score_mod with band and lengths as a value, and its operands in the form that graphs
     take."""
-    from .score_mod.written import written  # lazy, for a fast import
-
     check_function(function)
     found, truths, kind = [], [], wide_dtype(query)
     for i, given in enumerate(operands):

@@ -26,17 +26,17 @@ from .operands import (
     unmask_rows,
     window_bounds,
 )
+from .packed import Packed
 from .reference import Band
+from .storage import InOneArray, StoredSdpa
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
-    from .packed import PackedSdpa  # lazy, for a fast import
-
     ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
     if bias is not None:
         ports["bias"] = bias
-    queries, keys = limits
-    node = PackedSdpa(Sdpa.create(**attributes), queries, keys, q.shape[0], k.shape[0])
+    storage = Packed(*limits, q.shape[0], k.shape[0])
+    node = StoredSdpa(Sdpa.create(**attributes), storage)
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -233,12 +233,10 @@ def _bias(bias: Any, scores: tuple[int, ...], query: jax.Array) -> jax.Array | N
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
-    from .qkv import QkvSdpa  # lazy, for a fast import
-
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
     if lengths is not None:
         ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
-    node = QkvSdpa(Sdpa.create(**attributes), heads)
+    node = StoredSdpa(Sdpa.create(**attributes), InOneArray(heads))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 

@@ -12,15 +12,16 @@ from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags, floating, int32
 from .base import BOTTOM_RIGHT, TOP_LEFT
+from .bias import nonempty
 from .nodes import Sdpa
-from .operands import check_size, computed, scaled, window_bounds
+from .operands import check_size, scaled, window_bounds
+from .paged import Paged
+from .storage import StoredSdpa
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
-    from .paged import PagedSdpa  # lazy, for a fast import
-
     ports = {"q": q, "k": k, "v": v, **integers}
-    node = PagedSdpa(Sdpa.create(**attributes), heads_first)
+    node = StoredSdpa(Sdpa.create(**attributes), Paged(heads_first))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -140,7 +141,7 @@ def paged_dot_product_attention(
         _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
-    lengths = computed(count, *lengths)
+    lengths = nonempty(count, *lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
