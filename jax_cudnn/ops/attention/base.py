@@ -55,11 +55,6 @@ class Deterministic(Node):
     def settled(self) -> Node:
         return dataclasses.replace(self, use_deterministic_algorithm=True)
 
-    def keywords(self) -> dict[str, Any]:
-        """Without unset flags, some of which older frontends do not know."""
-        attributes = super().keywords()
-        return {name: value for name, value in attributes.items() if value is not False}
-
 
 def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
     """The attributes with the alignment by name and the left and right bounds as integers;
@@ -228,10 +223,12 @@ class AttentionBase(Node):
         return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def keywords(self) -> dict[str, Any]:
+        """Without an alignment of no band, and without unset flags, some of which older frontends
+        do not know; generate_stats has no default there."""
         attributes = super().keywords()
         if self.band == Band(bottom_right=self.band.bottom_right):
             del attributes["diagonal_alignment"]
-        return attributes
+        return {n: x for n, x in attributes.items() if x is not False or n == "generate_stats"}
 
     def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of pygraph's method."""
@@ -368,12 +365,6 @@ class SdpaBase(AttentionBase, HasBias):
         if self.score_mod is None:
             return self
         return dataclasses.replace(self, score_mod=self.score_mod.folded(size, fold))
-
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        if not self.use_alibi_mask:
-            del attributes["use_alibi_mask"]
-        return attributes
 
     def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         apart = [p for p in tensors if p in extras.WORDS or is_operand(p)]

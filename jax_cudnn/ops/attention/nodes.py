@@ -358,14 +358,6 @@ class Sdpa(SdpaBase):
         )
         return (*SdpaBase.emit(plain, pygraph, {**tensors, "rng_dump": made}, common), made)
 
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        return (
-            attributes
-            if self.rng_dump
-            else {k: attributes[k] for k in attributes if k != "rng_dump"}
-        )
-
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:

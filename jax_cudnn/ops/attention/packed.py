@@ -35,6 +35,36 @@ _PORTS = ", ".join(f"?{port}: *{port}" for port in (*LENGTHS, *_OFFSETS))
 _MOST = 2**31  # elements that 32-bit offsets can address
 
 
+_ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # with the padding after the last row
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which queries each block holds. Arrays are (blocks,), except ``begins``."""
+
+    rows: int
+    """Rows per block."""
+    example: jax.Array
+    first: jax.Array
+    """Position of its first query in its sequence."""
+    queries: jax.Array
+    """Number of queries of its sequence; 0 in unused blocks."""
+    begins: jax.Array
+    """First block of each sequence."""
+
+    @classmethod
+    def of(cls, lengths: jax.Array, tokens: int, rows: int) -> _Blocks:
+        """As many blocks as the sequences need: full ones, and at most one partial one each."""
+        count = -(-lengths // rows)
+        ends = jnp.cumsum(count)
+        batch = lengths.shape[0]
+        block = jnp.arange(tokens // rows + batch, dtype=jnp.int32)
+        example = jnp.minimum(_up_to(ends, block), batch - 1)
+        begins = ends - count
+        first = (block - begins[example]) * rows
+        return cls(rows, example, first, jnp.where(block < ends[-1], lengths[example], 0), begins)
+
+
 @dataclass(frozen=True)
 class Packed(Storage):
     """Queries (T, H, D), and keys and values (S, N, D) and (S, N, E), of all sequences. O is
@@ -142,57 +172,11 @@ class Packed(Storage):
         return made
 
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        return Packing(attention, *self.limits).forward(arrays)
-
-    def run_backward(self, attention: Attention, arrays: Arrays) -> dict[str, jax.Array]:
-        return Packing(attention, *self.limits).backward(arrays)
-
-
-_ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # with the padding after the last row
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Which queries each block holds. Arrays are (blocks,), except ``begins``."""
-
-    rows: int
-    """Rows per block."""
-    example: jax.Array
-    first: jax.Array
-    """Position of its first query in its sequence."""
-    queries: jax.Array
-    """Number of queries of its sequence; 0 in unused blocks."""
-    begins: jax.Array
-    """First block of each sequence."""
-
-    @classmethod
-    def of(cls, lengths: jax.Array, tokens: int, rows: int) -> _Blocks:
-        """As many blocks as the sequences need: full ones, and at most one partial one each."""
-        count = -(-lengths // rows)
-        ends = jnp.cumsum(count)
-        batch = lengths.shape[0]
-        block = jnp.arange(tokens // rows + batch, dtype=jnp.int32)
-        example = jnp.minimum(_up_to(ends, block), batch - 1)
-        begins = ends - count
-        first = (block - begins[example]) * rows
-        return cls(rows, example, first, jnp.where(block < ends[-1], lengths[example], 0), begins)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """One packed attention, without its arrays (tokens, heads, size) and the sequences' lengths and
-    offsets."""
-
-    attention: Attention
-    max_queries: int
-    max_keys: int
-
-    def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O, and the statistic (tokens, heads, 1); 0 and -inf for tokens of no sequence."""
 
         @jax.checkpoint
         def block(*which: jax.Array) -> tuple[jax.Array, jax.Array]:
-            o, total = self.attention.forward(self._block(given, blocks.rows, *which))
+            o, total = attention.forward(self._block(given, blocks.rows, *which))
             return _tokens(o), _tokens(total)
 
         blocks = self._blocks(arrays)
@@ -201,14 +185,14 @@ class Packing:
         restored = functools.partial(_restored, blocks=blocks, arrays=arrays)
         return restored(o), restored(total, fill=-jnp.inf)
 
-    def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
+    def run_backward(self, attention: Attention, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients of q, k, v and bias, by port."""
         blocks = self._blocks(arrays)
         given = self._padded(arrays, blocks.rows)
         sums = {"dK": "k", "dV": "v"} | ({"dBias": "bias"} if "bias" in arrays else {})
 
         def step(totals: Any, which: Any) -> tuple[Any, jax.Array]:
-            found = self.attention.backward(self._block(given, blocks.rows, *which))
+            found = attention.backward(self._block(given, blocks.rows, *which))
             totals = dict(totals)
             for name, port in sums.items():
                 part = found[name] if port == "bias" else _tokens(found[name])
@@ -227,9 +211,9 @@ class Packing:
 
     def _blocks(self, arrays: Arrays) -> _Blocks:
         (tokens, heads, _), lengths = arrays["q"].shape, arrays["seq_len_q"].reshape(-1)
-        fit = attention_reference._SCORES // max(heads * self.max_keys, 1)
+        fit = attention_reference._SCORES // max(heads * self.max_seq_len_kv, 1)
         mean = -(-tokens // max_dim(lengths.shape[0], 1))
-        known = (size for size in (fit, mean, self.max_queries) if isinstance(size, int))
+        known = (size for size in (fit, mean, self.max_seq_len_q) if isinstance(size, int))
         rows = max(1, min(known))
         return _Blocks.of(lengths.astype(jnp.int32), tokens, rows)
 
@@ -241,7 +225,7 @@ class Packing:
             if port in _ROWS:
                 found[port] = _behind(x, 0, rows, _ROWS[port])
             elif port in ("k", "v"):
-                found[port] = _behind(x, 0, self.max_keys)
+                found[port] = _behind(x, 0, self.max_seq_len_kv)
             elif port == "bias":
                 found[port] = _behind(x, 2, rows) if x.shape[2] > 1 else x
         starts = {port: _starts(arrays, port) for port in ("q", "k")}
@@ -268,7 +252,7 @@ class Packing:
             if port not in given:
                 continue
             x = given[port]
-            count = rows if port in _ROWS else self.max_keys
+            count = rows if port in _ROWS else self.max_seq_len_kv
             shape = (count, *x.shape[1:])
             if port == "bias":
                 shape = (1, x.shape[1], rows if x.shape[2] > 1 else 1, x.shape[3])
