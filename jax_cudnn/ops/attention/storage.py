@@ -109,7 +109,8 @@ def tokens_first(port: str, shape: Shape, name: str = "", first: int = 0, count:
 
 @frozen
 class StoredSdpa(HasBias):
-    """``base`` over arrays in another storage."""
+    """``base`` over arrays in another storage. Source: cuDNN documentation, "Scaled Dot Product
+    Attention Forward" and "Backward": strides, ragged tensors and paged attention."""
 
     base: Any  # Sdpa or SdpaBackward
     storage: Any
