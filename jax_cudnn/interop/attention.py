@@ -21,8 +21,9 @@ from .._core.graph.tensor import GraphTensor
 from .._core.transforms.derivation import vocabulary
 from ..ops.attention.base import LENGTHS
 from ..ops.attention.nodes import Sdpa
-from ..ops.attention.packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
-from ..ops.attention.paged import PagedSdpa
+from ..ops.attention.packed import KEYS, QUERIES, Packed
+from ..ops.attention.paged import Paged
+from ..ops.attention.storage import StoredSdpa
 from .arrays import is_array, refusal
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
@@ -153,11 +154,11 @@ def _check_scale(method: str, given: dict[str, Any]) -> None:
 # -- pages and packed tokens --------------------------------------------------------------------
 
 _KINDS = {**QUERIES, **KEYS}
-_PACKED = {"sdpa": PackedSdpa, "sdpa_backward": PackedSdpaBackward}
+_PACKED = ("sdpa", "sdpa_backward")
 _TOKENS_FIRST = (0, 2, 1, 3)
 
 
-def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa:
+def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> StoredSdpa:
     """The node of paged attention; raises GraphError for a port that it does not have."""
     if further := {*ports} - {"q", "k", "v", *IN_MEMORY}:
         raise GraphError(
@@ -171,7 +172,7 @@ def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa
             f"paged attention lacks {', '.join(missing)}",
             fix="pass both page tables, seq_len_q and seq_len_kv",
         )
-    return PagedSdpa(Sdpa.create(**attributes), heads_first=True, queries_heads_first=True)
+    return StoredSdpa(Sdpa.create(**attributes), Paged(True, queries_heads_first=True))
 
 
 def packed(
@@ -260,7 +261,7 @@ def _packed_calls(
     batch = spec.tensor(ports["q"]).shape[0]
     limits = tuple(spec.tensor(ports[port]).shape[2] for port in ("q", "k"))
     base: Any = call.node if "Stats" in ports else call.node.without(["Stats"])
-    node = _PACKED[call.node.method](base, *limits, *(batch * limit for limit in limits))
+    node = StoredSdpa(base, Packed(*limits, *(batch * limit for limit in limits)))
     inputs |= at
     node.infer({port: tensors[name] for port, name in inputs.items()})  # raises
     made = Call(node, call.name, tuple(inputs.items()), tuple(outputs.items()))
@@ -295,7 +296,7 @@ def _one(node: Node, operand: str, result: str) -> Call:
 def check_given(spec: GraphSpec) -> None:
     """Raises GraphError if the graph computes integers that must be clipped before it runs."""
     for call, tensors in spec.at_ports:
-        if isinstance(call.node, (PackedSdpa, PackedSdpaBackward, PagedSdpa)):
+        if isinstance(call.node, StoredSdpa):
             integers = call.node.boundary(tensors).integers
             for port, name in call.inputs:
                 if port in integers and name not in spec.inputs:

@@ -242,7 +242,7 @@ class Node(Planned):
         """The random numbers that the node draws with these input ports."""
         return None
 
-    def settled(self) -> Node:
+    def as_deterministic(self) -> Node:
         """The node for a deterministic graph."""
         return self
 

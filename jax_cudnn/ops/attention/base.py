@@ -1,10 +1,10 @@
-"""The common base of attention and its backward pass: attributes, shapes, batching."""
+"""What all attention nodes share, and the base of sdpa and its backward pass."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from ..._core.graph.node import (
     frozen,
 )
 from ..._core.reasons import Reason
-from . import extras as extras
-from .bias import LENGTHS, Biased
+from . import extras
+from .bias import LENGTHS, HasBias, check_int32
 from .reference import Attention, Band, bound
-from .score_mod.value import ScoreMod, folds, is_operand
+from .score_mod.value import folds, is_operand
+from .score_mod.written import prepared
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -42,7 +43,7 @@ _REQUIRES = (
 
 
 @frozen
-class Ordered(Node):
+class Deterministic(Node):
     """A backward with a fixed order of summation if requested. The engines' notes do not report
     determinism here, so options alone cannot exclude the others."""
 
@@ -52,13 +53,8 @@ class Ordered(Node):
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.use_deterministic_algorithm
 
-    def settled(self) -> Node:
+    def as_deterministic(self) -> Node:
         return dataclasses.replace(self, use_deterministic_algorithm=True)
-
-    def keywords(self) -> dict[str, Any]:
-        """Without unset flags, some of which older frontends do not know."""
-        attributes = super().keywords()
-        return {name: value for name, value in attributes.items() if value is not False}
 
 
 def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
@@ -91,23 +87,25 @@ def _bound(name: str, value: Any, least: int) -> int | None:
     return bound(value)
 
 
-def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
-    """GraphError if head counts, lengths, the statistic, or operands with a shape in ``further`` do
-    not fit q, k and v."""
-    q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
-    if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
+def check_heads(q: int, k: int, v: int) -> None:
+    """GraphError if these numbers of heads do not fit together."""
+    if k == 0 or q % k or v != k:
         raise GraphError(
             "the numbers of heads do not fit",
             expected="as many heads of v as of k, and a multiple of that of q",
-            got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
+            got=f"q has {q} heads, k {k}, v {v}",
         )
-    wanted = {**further, **dict.fromkeys(LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
+
+
+def check_shapes(inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
+    """GraphError if operands do not have these shapes, or if only one of the lengths is there."""
     for port, shape in wanted.items():
         if port in inputs and inputs[port].shape != shape:
+            of = (f"{p} {list(inputs[p].shape)}" for p in ("q", "k", "qkv") if p in inputs)
             raise GraphError(
                 f"{port!r} has the wrong shape",
                 expected=str(list(shape)),
-                got=f"{list(inputs[port].shape)}, with q {list(q)} and k {list(k)}",
+                got=f"{list(inputs[port].shape)}, with {' and '.join(of)}",
             )
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
@@ -129,16 +127,7 @@ def odd_heads(tensors: Mapping[str, Tensor]) -> Reason | None:
     return None
 
 
-def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """A node's keywords, with the alignment and the lengths in pygraph's form."""
-    import cudnn
-
-    if alignment := keywords.pop("diagonal_alignment", None):
-        keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
-    return {**keywords, "use_padding_mask": True} if LENGTHS[0] in tensors else keywords
-
-
-def as_examples(
+def batch_folds(
     batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
 ) -> Iterable[Fold]:
     """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
@@ -192,8 +181,9 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 
 
 @frozen
-class Attending(Biased):
-    """The common base of the forward and backward nodes."""
+class AttentionBase(Node):
+    """What attention nodes of all dtypes share. ``bounds`` names the fields with the bounds of the
+    diagonal band, whose names differ between pygraph's methods."""
 
     anchor = Anchor(
         product=True,
@@ -202,13 +192,78 @@ class Attending(Biased):
         broadcasts=NUMBERS_ONLY,
         order=ROW_MAJOR,
     )
+    selecting = LENGTHS[:1]
+    bounds: ClassVar[tuple[str, str]] = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+    compute_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+
+    attn_scale: float = 1.0
+    diagonal_alignment: str = TOP_LEFT
+
+    @classmethod
+    def create(cls, **attributes: Any) -> Node:
+        return super().create(**checked_band(attributes, cls.bounds))
+
+    @property
+    def band(self) -> Band:
+        left, right = (getattr(self, bound) for bound in self.bounds)
+        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
+
+    def checked(self, inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
+        """GraphError or GraphTypeError if the compute type, the numbers of heads or shapes do not
+        fit; ``further`` are shapes of other ports than the lengths and the statistic."""
+        if self.compute_data_type not in self.compute_dtypes:
+            raise GraphTypeError(
+                f"{self.method} does not support compute_data_type {self.compute_data_type}",
+                expected="float32",
+                got=self.compute_data_type,
+            )
+        q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        check_heads(q[1], k[1], v[1])
+        lengths = dict.fromkeys(LENGTHS, (q[0], 1, 1, 1))
+        check_shapes(inputs, {**further, **lengths, "stats": (*q[:3], 1)})
+
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
+        return super().layout(tensors, order)._replace(separate=True)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+
+    def keywords(self) -> dict[str, Any]:
+        """Without an alignment of no band, and without unset flags, some of which older frontends
+        do not know; generate_stats has no default there."""
+        attributes = super().keywords()
+        if self.band == Band(bottom_right=self.band.bottom_right):
+            del attributes["diagonal_alignment"]
+        return {n: x for n, x in attributes.items() if x is not False or n == "generate_stats"}
+
+    def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of pygraph's method."""
+        import cudnn
+
+        keywords = self.keywords()
+        if alignment := keywords.pop("diagonal_alignment", None):
+            keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
+        if LENGTHS[0] in tensors:
+            keywords["use_padding_mask"] = True
+        return {**tensors, **keywords}
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        made = getattr(pygraph, self.method)(**self.arguments(tensors), **common)
+        return tuple(tensor for tensor in made if tensor is not None)
+
+
+@frozen
+class SdpaBase(AttentionBase, HasBias):
+    """The base of sdpa and sdpa_backward."""
+
     dtypes = FLOATS
     requires = _REQUIRES
     selecting = (LENGTHS[0], "block_mask")
     rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
+    compute_dtypes = ("float32", "float64")
 
-    attn_scale: float = 1.0
-    diagonal_alignment: str = TOP_LEFT
     diagonal_band_left_bound: int | None = None
     diagonal_band_right_bound: int | None = None
     dropout_probability: float | None = None
@@ -221,54 +276,29 @@ class Attending(Biased):
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
-        names = ("diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound")
-
         def band(given: dict[str, Any]) -> Band:
-            plain = Attending.create(**{name: given[name] for name in names if name in given})
-            assert isinstance(plain, Attending)
+            names = ("diagonal_alignment", *cls.bounds)
+            plain: Any = SdpaBase.create(**{name: given[name] for name in names if name in given})
             return plain.band
-
-        from .score_mod.written import prepared  # lazy, for a fast import
 
         return prepared(given, band)
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
-        bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
-        attributes = checked_band(attributes, bounds)
-        attributes["dropout_probability"] = extras.probability(
-            attributes.get("dropout_probability")
-        )
-        return super().create(**attributes)
-
-    @property
-    def band(self) -> Band:
-        left, right = self.diagonal_band_left_bound, self.diagonal_band_right_bound
-        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
+        rate = extras.probability(attributes.get("dropout_probability"))
+        return super().create(**{**attributes, "dropout_probability": rate})
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        for port in LENGTHS:
-            if port in inputs and inputs[port].dtype != "int32":
-                raise GraphTypeError(
-                    f"{port!r} has the wrong dtype",
-                    expected="int32",
-                    got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
-                )
+        check_int32(inputs, LENGTHS)
         other = (*LENGTHS, *extras.RAW)
         return super().sizes(
             {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
         )
 
-    def checked(self, inputs: Mapping[str, Tensor]) -> None:
-        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
+    def check(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError if operands do not fit."""
         self.sizes(inputs)
-        if self.compute_data_type not in ("float32", "float64"):
-            raise GraphTypeError(
-                f"{self.method} does not support compute_data_type {self.compute_data_type}",
-                expected="float32",
-                got=self.compute_data_type,
-            )
-        check_shapes(inputs, {})
+        self.checked(inputs, {})
         self.check_bias(inputs)
         extras.check(self, inputs)
 
@@ -308,18 +338,12 @@ class Attending(Biased):
     def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
         return super().engines(tensors, graph)._replace(otherwise=self.otherwise)
 
-    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
-        return super().layout(tensors, order)._replace(separate=True)
-
     def stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
         return {**self._stretched(tensors), **super().stretched(tensors)}
 
     def _stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
         """Operands of score_mod that cuDNN would misread."""
         return {} if self.score_mod is None else self.score_mod.stretches(tensors)
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
         said = [advice] if (advice := super().advice(tensors)) else []
@@ -336,41 +360,27 @@ class Attending(Biased):
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
         ports = extras.folds(batched, tensors)
-        if self.score_mod is not None and ports:
+        if ports and self.score_mod is None:
+            yield from batch_folds(batched, tensors, ports, "q")
+        elif ports and self.score_mod is not None:
             further = {port: tensors[port] for port in ports}
-            for fold in folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors)):
-                mod = self.score_mod.folded(size, fold)
-                yield Fold(fold, dataclasses.replace(self, score_mod=mod))
-        if self.score_mod is not None or not ports:
-            return
-        yield from as_examples(batched, tensors, ports, "q")
+            for axes in folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors)):
+                mod = self.score_mod.folded(size, axes)
+                yield Fold(axes, dataclasses.replace(self, score_mod=mod))
 
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        if not self.use_alibi_mask:
-            del attributes["use_alibi_mask"]
-        if self.band == Band(bottom_right=self.band.bottom_right):
-            del attributes["diagonal_alignment"]
-        return attributes
+    def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        apart = [p for p in tensors if p in extras.WORDS or is_operand(p)]
+        found = super().arguments({p: x for p, x in tensors.items() if p not in apart})
+        rate = found.pop("dropout_probability", None)
+        if words := [tensors[port] for port in extras.WORDS if port in tensors]:
+            found["dropout"] = (rate, *words)
+        return found if self.score_mod is None else found | self.callbacks(tensors)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        keywords = structure(self.keywords(), tensors)
-        tensors = dict(tensors)
-        keywords.pop("dropout_probability", None)
-        keywords |= extras.dropout_of(self, tensors)
-        if self.score_mod is not None:
-            keywords |= self.callbacks(self.score_mod, tensors)
-            tensors = {port: x for port, x in tensors.items() if not is_operand(port)}
-        made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
-        return tuple(tensor for tensor in made if tensor is not None)
-
-    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def callbacks(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that pass score_mod to cuDNN."""
         from .score_mod.emission import Emission  # only for planning
 
-        return {"score_mod": Emission(mod, tensors).forward}
+        return {"score_mod": Emission(self.score_mod, tensors).forward}
 
     def attention(self, precision: Any) -> Attention:
         further = {"dropout": self.dropout_probability, "alibi": self.use_alibi_mask}

@@ -13,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError
+from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Edge, Engines, Node, Seen, View, frozen
 from ..._core.reasons import Reason
-from .operands import computed
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -33,13 +32,43 @@ LENGTHS = ("seq_len_q", "seq_len_kv")
 _QUERIES, _KEYS = 2, 3  # dimensions of scores (B, H, Sq, Skv)
 
 
+def check_int32(inputs: Mapping[str, Tensor], ports: Sequence[str]) -> None:
+    """GraphTypeError if an operand at these ports is not int32."""
+    for port in ports:
+        if port in inputs and inputs[port].dtype != "int32":
+            raise GraphTypeError(
+                f"{port!r} has the wrong dtype",
+                expected="int32",
+                got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+            )
+
+
+def nonempty(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths such that cuDNN writes all results, and zeros where a batch element has no
+    queries or no keys: among several queries it leaves them unwritten without keys, but not without
+    queries; a single one (``count``) it computes whatever its length, and is zero without keys."""
+    if isinstance(count, int) and count == 1:
+        return queries, jnp.where(queries <= 0, 0, keys)
+    none = keys <= 0
+    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
+
+
+def clipped_lengths(
+    given: Mapping[str, jax.Array], queries: Any, keys: Any
+) -> dict[str, jax.Array]:
+    """The lengths by port, clipped to these numbers of tokens, and :func:`nonempty`."""
+    both = zip(LENGTHS, (queries, keys), strict=True)
+    ends = nonempty(queries, *(jnp.clip(given[port], 0, most) for port, most in both))
+    return dict(zip(LENGTHS, ends, strict=True))
+
+
 def whole(bias: Shape, scores: Shape) -> Shape:
     """The shape of a bias with one element per query and key."""
     return (*bias[:_QUERIES], *scores[_QUERIES:])
 
 
 @frozen
-class Biased(Node):
+class HasBias(Node):
     """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
     ``dBias`` in the backward pass."""
 
@@ -69,9 +98,7 @@ class Biased(Node):
 
     def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Lengths clipped to the number of tokens."""
-        most = self.scores(tensors)[_QUERIES:]
-        ends = [jnp.clip(given[port], 0, n) for port, n in zip(LENGTHS, most, strict=True)]
-        return dict(zip(LENGTHS, computed(most[0], *ends), strict=True))
+        return clipped_lengths(given, *self.scores(tensors)[_QUERIES:])
 
     def check_bias(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError if the bias does not broadcast to the scores."""

@@ -30,7 +30,7 @@ from ..._core.reasons import Reason
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
     from ..._core.graph.spec import Tensor
-    from .base import Attending
+    from .base import SdpaBase
 
 TILE = 128
 """Queries, and keys, of a tile of a block mask."""
@@ -64,7 +64,7 @@ def probability(value: Any) -> float | None:
     return float(value)
 
 
-def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
+def check(node: SdpaBase, inputs: Mapping[str, Tensor]) -> None:
     """GraphError or GraphTypeError if these operands or attributes do not fit."""
     (b, h, queries, _), keys = inputs["q"].shape, inputs["k"].shape[2]
     wanted = {
@@ -111,12 +111,6 @@ def tiles(queries: int, keys: int, packed: bool = False) -> tuple[int, int]:
 
 
 # -- what cuDNN gets -------------------------------------------------------------------------------
-
-
-def dropout_of(node: Attending, tensors: dict[str, Any]) -> dict[str, Any]:
-    """pygraph's keyword for dropout, whose operands are removed from ``tensors``."""
-    words = [tensors.pop(port) for port in WORDS if port in tensors]
-    return {"dropout": (node.dropout_probability, *words)} if words else {}
 
 
 def refusal(inputs: Collection[str]) -> Reason | None:

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.options import Options, normal_precision
+from .arguments import band_of
 from .functions import dot_product_attention
-from .operands import window_bounds
-from .reference import Band
 
 log = logging.getLogger("jax_cudnn")
 
@@ -228,9 +227,8 @@ def _seen(
     bottom_right: bool,
 ) -> jax.Array | None:
     """The keys within band and lengths, as a mask (*batch or 1, 1, T, S)."""
-    left, right = window_bounds(window)
-    right = 0 if is_causal else right
-    if left is right is lengths is None:
+    band = band_of(is_causal, window, bottom_right)
+    if band.left is band.right is lengths is None:
         return None
     (*batch, t, _, _), s = query.shape, key.shape[-3]
     count = (
@@ -240,4 +238,4 @@ def _seen(
     )
     ones = (1,) * (len(batch) + 1)
     i, j = jnp.arange(t).reshape(*ones, t, 1), jnp.arange(s).reshape(*ones, 1, s)
-    return (j < count) & Band(left, right, bottom_right).sees(i, j, count - t)
+    return (j < count) & band.sees(i, j, count - t)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -12,21 +12,14 @@ from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import NUMBERS_ONLY, ROW_MAJOR, Anchor, Fold, Node, Seen, frozen
+from ..._core.graph.node import Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
-from .base import (
-    BOTTOM_RIGHT,
-    LENGTHS,
-    TOP_LEFT,
-    Ordered,
-    check_shapes,
-    checked_band,
-    read_again,
-    structure,
-)
-from .reference import Band
+from .base import LENGTHS, AttentionBase, Deterministic, read_again
+from .fp8_reference import Fp8Attention
+from .fp8_tangent import gradients
+from .tangent import tangents_of
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors, Values
@@ -36,53 +29,32 @@ if TYPE_CHECKING:
 
 TILE = 128
 """Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
+_ONE = (1, 1, 1, 1)
 
 _AMAX = ("Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
 """Maxima over the whole batch."""
 
 
 @frozen
-class Scaled(Node):
-    """Attention whose operands have scales. Subclasses state the fields ``bounds``, whose names
-    differ between pygraph's methods, and the ports that are fp8 and float32."""
+class Fp8Base(AttentionBase):
+    """Attention whose operands have scales."""
 
-    anchor = Anchor(
-        product=True,
-        writes_all=True,
-        keeps_dtypes=True,
-        broadcasts=NUMBERS_ONLY,
-        order=ROW_MAJOR,
-    )
     dtypes = FP8
-    selecting = LENGTHS[:1]
-    bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")
+    bounds = ("left_bound", "right_bound")
+    factor_dtype: ClassVar[str] = "float32"
+    """The dtype of scales and descales."""
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
     """Ports that are neither fp8 nor scales, with their dtypes."""
 
-    attn_scale: float = 1.0
-    diagonal_alignment: str = TOP_LEFT
-
-    @classmethod
-    def create(cls, **attributes: Any) -> Node:
-        return super().create(**checked_band(attributes, cls.bounds))
-
-    @property
-    def band(self) -> Band:
-        left, right = (getattr(self, bound) for bound in self.bounds)
-        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
-
     def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
         """The shape of a scale or descale."""
-        return (1, 1, 1, 1)
+        return _ONE
 
-    def factor_dtype(self) -> str:
-        return "float32"
-
-    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+    def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         lengths = dict.fromkeys(LENGTHS, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
-        wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype())}
+        wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype)}
         for port, tensor in inputs.items():
             allowed = (wanted[port],) if port in wanted else self.dtypes
             if tensor.dtype not in allowed:
@@ -92,13 +64,7 @@ class Scaled(Node):
                     got=f"{tensor.dtype}{list(tensor.shape)}",
                 )
         self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
-        if self.compute_data_type != "float32":
-            raise GraphTypeError(
-                f"{self.method} does not support compute_data_type {self.compute_data_type}",
-                expected="float32",
-                got=self.compute_data_type,
-            )
-        check_shapes(inputs, {port: self.factor_shape(port, inputs) for port in factors})
+        self.checked(inputs, {port: self.factor_shape(port, inputs) for port in factors})
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
@@ -111,12 +77,6 @@ class Scaled(Node):
                 "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
             )
         return read_again(self.results, tensors, graph)
-
-    def layout(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Seen:
-        return Seen(separate=True)
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch, if all batch elements share the scales."""
@@ -131,28 +91,54 @@ class Scaled(Node):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        from .fp8_tangent import WideTangent
+        return tangents_of(self, g, tangents, inputs, outputs)
 
-        node = WideTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
-        along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
 
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        if self.band == Band(bottom_right=self.band.bottom_right):
-            del attributes["diagonal_alignment"]
-        return attributes
+@frozen
+class Fp8Forward(Fp8Base):
+    """The base of the forward nodes, which have a field ``generate_stats``; ``out`` is the dtype of
+    O, by default q's."""
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        keywords = structure(self.keywords(), tensors)
-        made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
-        return tuple(tensor for tensor in made if tensor is not None)
+    out: ClassVar[str] = ""
+
+    @property
+    def results(self: Any) -> tuple[str, ...]:
+        names = self.ports.output_names
+        return tuple(name for name in names if name != "Stats" or self.generate_stats)
+
+    def without(self: Any, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, generate_stats=False) if "Stats" in results else self
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.check(inputs)
+        q, v = inputs["q"], inputs["v"]
+        found = {
+            "O": ((*q.shape[:3], v.shape[3]), self.out or q.dtype),
+            "Stats": ((*q.shape[:3], 1), "float32"),
+        }
+        return {port: found.get(port, (_ONE, "float32")) for port in self.results}
+
+
+@frozen
+class Fp8Backward(Deterministic, Fp8Base):
+    """The base of the backward nodes; ``out`` is the dtype of the gradients, by default dO's."""
+
+    out: ClassVar[str] = ""
+
+    left_bound: int | None = None
+    right_bound: int | None = None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.check(inputs)
+        sources = {"dQ": "q", "dK": "k", "dV": "v"}
+        kind = self.out or inputs["dO"].dtype
+        return {
+            port: (inputs[sources[port]].shape, kind) if port in sources else (_ONE, "float32")
+            for port in self.results
+        }
 
 
 _ROUNDING = "{} in fp8 with saturation in the second product; sums and exponentials in float32"
-_ONE = (1, 1, 1, 1)
 
 
 def _example(shapes: dict[str, Shape], factors: str, dtype: str = E4M3, **more: object) -> Example:
@@ -177,7 +163,7 @@ _BACKWARD = (
 
 @register
 @frozen
-class SdpaFp8(Scaled):
+class SdpaFp8(Fp8Forward):
     """Attention of fp8 arrays: ``O = scale_o * softmax(scores) (descale_v * v)``, with
     ``scores = attn_scale * (descale_q * q) (descale_k * k)^T``.
 
@@ -239,27 +225,9 @@ class SdpaFp8(Scaled):
     left_bound: int | None = None
     right_bound: int | None = None
     generate_stats: bool = True
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        names = self.ports.output_names
-        return tuple(name for name in names if name != "Stats" or self.generate_stats)
-
-    def without(self, results: Collection[str]) -> Node:
-        return dataclasses.replace(self, generate_stats=False) if "Stats" in results else self
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
-        q, v = inputs["q"], inputs["v"]
-        found = {
-            "O": ((*q.shape[:3], v.shape[3]), q.dtype),
-            "Stats": ((*q.shape[:3], 1), "float32"),
-        }
-        return {port: found.get(port, (_ONE, "float32")) for port in self.results}
+    gradients = gradients
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .fp8_reference import Fp8Attention  # lazy, for a fast import
-
         made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
         found = dict(zip(self.ports.output_names, made, strict=True))
         return tuple(found[port] for port in self.results)
@@ -269,23 +237,10 @@ class SdpaFp8(Scaled):
         shared = ("attn_scale", "diagonal_alignment", *self.bounds)
         return SdpaFp8Backward(**{name: getattr(self, name) for name in shared})
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
-        if "Stats" not in outputs:
-            return super().jvp(g, tangents, inputs, outputs)
-        from .fp8_tangent import Fp8Tangent
-
-        node = Fp8Tangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
-        along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        read = {port: outputs[port] for port in node.read}
-        made = g.apply(node, **inputs, **read, **along)
-        return dict(zip(node.outs, made, strict=True))
-
 
 @register
 @frozen
-class SdpaFp8Backward(Ordered, Scaled):
+class SdpaFp8Backward(Fp8Backward):
     """Gradients of sdpa_fp8 with respect to the unscaled q, k and v.
 
     With all fp8 operands times their descales, ``P = exp(scores - stats)`` and ``dP = dO v^T``:
@@ -353,18 +308,6 @@ class SdpaFp8Backward(Ordered, Scaled):
         ),
     )
 
-    left_bound: int | None = None
-    right_bound: int | None = None
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
-        kind = inputs["dO"].dtype
-        sources = {"dQ": "q", "dK": "k", "dV": "v"}
-        return {
-            port: (inputs[sources[port]].shape, kind) if port in sources else (_ONE, "float32")
-            for port in self.results
-        }
-
     def support(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
             return Reason(
@@ -375,7 +318,5 @@ class SdpaFp8Backward(Ordered, Scaled):
         return super().support(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .fp8_reference import Fp8Attention
-
         found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
         return tuple(found[port] for port in self.results)

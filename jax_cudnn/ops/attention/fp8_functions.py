@@ -13,10 +13,20 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.reference import rounded
 from ..._core.graph.trace import GraphFunction
-from ..arguments import chosen, flags, floating, number
+from ..arguments import chosen, flags
 from ..scaling import E4M3, DelayedScaling, amax_of, largest, quantizable, scale_of
-from .base import BOTTOM_RIGHT, TOP_LEFT
-from .operands import BY_TOKEN, check_operands, lengths_of, operand, window_bounds
+from .arguments import (
+    BY_TOKEN,
+    attributes,
+    band_of,
+    batched,
+    check_operands,
+    lengths_of,
+    scalar_scale,
+    scores_of,
+)
+from .fp8_tangent import Quantize
+from .reference import Band
 
 _WEIGHTS = largest(E4M3)  # the scale of the softmax weights, which are at most 1
 _FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -28,16 +38,13 @@ class _Kind(NamedTuple):
     """The parameters of an attention call, without its arrays."""
 
     scale: float
-    left: int | None
-    right: int | None
-    bottom_right: bool
+    band: Band
     options: Options | None
     implementation: str | None
 
     def run(self, function: GraphFunction, *arrays: Any, **static: Any) -> Any:
         graph = chosen(function, self.options, None, self.implementation)
-        kind = self._replace(options=None, implementation=None)._asdict()
-        return graph(*arrays, **kind, **static)
+        return graph(*arrays, **attributes(self.scale, self.band, ""), **static)
 
 
 def _placed(x):
@@ -45,22 +52,11 @@ def _placed(x):
     return x.set_stride(packed_strides(x.shape, BY_TOKEN))
 
 
-def _attributes(scale, left, right, bottom_right):
-    return {
-        "attn_scale": scale,
-        "diagonal_alignment": BOTTOM_RIGHT if bottom_right else TOP_LEFT,
-        "left_bound": left,
-        "right_bound": right,
-    }
-
-
 def _padding(lengths):
     return {} if lengths is None else {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
 
 
-def _current(g, operands, scales, lengths, *, options, implementation, **kind):
-    from .fp8_tangent import Quantize  # lazy, for a fast import
-
+def _current(g, operands, scales, lengths, **attributes):
     def quantized(x, scale, dtype):
         states = {"input": x._state, "scale": scale._state}
         return _placed(g._append(Quantize(str(dtype)), states))
@@ -73,29 +69,29 @@ def _current(g, operands, scales, lengths, *, options, implementation, **kind):
         *narrow,
         **{port: scales[port] for port in _FACTORS},
         **_padding(lengths),
-        **_attributes(**kind),
+        **attributes,
     )
     out = _placed(out.set_data_type(E4M3))
     return quantized(out, scales["descale_o"], operands[0].dtype)
 
 
-def _forward(g, operands, factors, lengths, *, keep, options, implementation, **kind):
+def _forward(g, operands, factors, lengths, *, keep, **attributes):
     out, stats, _, amax = g.sdpa_fp8(
         *map(_placed, operands),
         **factors,
         **_padding(lengths),
-        **_attributes(**kind),
+        **attributes,
     )
     return (_placed(out), stats, amax) if keep else (_placed(out),)
 
 
-def _backward(g, operands, stats, factors, lengths, *, options, implementation, **kind):
+def _backward(g, operands, stats, factors, lengths, **attributes):
     results = g.sdpa_fp8_backward(
         *map(_placed, operands),
         stats,
         **factors,
         **_padding(lengths),
-        **_attributes(**kind),
+        **attributes,
     )
     return (*map(_placed, results[:3]), *results[3:])
 
@@ -184,20 +180,11 @@ def dot_product_attention_fp8(
             got=shown(scaling),
         )
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
-    rank = floating("query", query).ndim
-    named = (("query", query), ("key", key), ("value", value))
-    query, key, value = (operand(name, x, rank) for name, x in named)
+    (query, key, value), had_batch = batched(query=query, key=key, value=value)
     check_operands(query, key, value)
-    left, right = window_bounds(local_window_size)
-    kind = _Kind(
-        query.shape[-1] ** -0.5 if scale is None else number("scale", scale),
-        left,
-        0 if is_causal else right,
-        bottom_right,
-        options,
-        implementation,
-    )
-    lengths = lengths_of(query_seq_lengths, key_value_seq_lengths, query, key)
+    band = band_of(is_causal, local_window_size, bottom_right)
+    kind = _Kind(scalar_scale(query, scale), band, options, implementation)
+    lengths = lengths_of(scores_of(query, key), query_seq_lengths, key_value_seq_lengths)
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     out: Any
     if scaling is None:
@@ -207,7 +194,7 @@ def dot_product_attention_fp8(
     out = jnp.swapaxes(out, 1, 2)
     if lengths is not None:  # cuDNN 9.19 writes some rows after the last query on an H200
         out = jnp.where(jnp.arange(out.shape[1]).reshape(1, -1, 1, 1) < lengths[0], out, 0)
-    return out if rank == 4 else out[0]
+    return out if had_batch else out[0]
 
 
 def _factor(x: jax.Array) -> jax.Array:

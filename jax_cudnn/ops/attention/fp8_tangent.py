@@ -1,17 +1,16 @@
-"""The derivative of fp8 attention: a float32 tangent whose transpose is cuDNN's backward pass, with
-gradients scaled by bounds of their magnitude."""
+"""The gradients of fp8 attention by cuDNN's backward pass, scaled by bounds of their magnitude."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
-from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.by_reference import derived_ports
+from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import EVEN_IF_STRICT, Node, frozen
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
     from ..._core.graph.spec import Tensor
     from ..._core.graph.tensor import GraphTensor
     from ..._core.transforms.derivation import Derivation
-
-
-@frozen
-class WideTangent(Tangent):
-    """Tangents from the reference, in float32 if the values are fp8, as tangents have no scale."""
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        found = super().infer({port: inputs[port] for port in self.inner})
-        return {
-            name: (shape, "float32" if dtype in FP8 else dtype)
-            for name, (shape, dtype) in found.items()
-        }
 
 
 @frozen
@@ -187,65 +174,35 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0).reshape(1, 1, 1, 1)
 
 
-@frozen
-class Fp8Tangent(WideTangent):
-    """Tangents of O and Stats, in the units of the fp8 arrays; O and Stats are operands for the
-    transpose."""
-
-    read: ClassVar[tuple[str, str]] = ("O", "Stats")
-
-    @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.read, *self.given.values()), self.made.values())
-
-    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return super().reference(**{p: x for p, x in arrays.items() if p not in self.read})
-
-    def transpose(
-        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
-        out = self.made["O"]
-        linear = {port: name for port, name in self.given.items() if name not in inputs}
-        known = {*inputs} >= {*self.inner, *self.read}
-        if out not in cotangents or not known or not {*linear} <= {*"qkv"}:
-            return super().transpose(g, cotangents, inputs, tensors)
-        passed = self._backward(g, cotangents[out], inputs, linear)
-        others = tuple(name for name in cotangents if name != out)
-        alone = {*others} == {self.made["Stats"]}  # which v does not move
-        moved = {port: name for port, name in linear.items() if port != "v" or not alone}
-        if others and moved:
-            avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
-            plain = dataclasses.replace(self, active=tuple(moved))
-            through = Transposed(plain, avals, others, tuple(inputs))
-            given = {through.given[name]: cotangents[name] for name in others}
-            further = g.apply(through, **inputs, **given)
-            for name, more in zip(moved.values(), further, strict=True):
-                passed[name] = g.sum([passed[name], more])
-        return passed
-
-    def _backward(
-        self, g: Derivation, grad: GraphTensor, inputs: Values, linear: Mapping[str, str]
-    ) -> dict[str, GraphTensor]:
-        base: Any = self.base
-        node = base.backward()
-        q, v = inputs["q"], inputs["v"]
-        kind = str(v.dtype) if str(v.dtype) in FP8 else E4M3
-        queries = q.shape[1] // v.shape[1] * q.shape[2]
-        quantize = QuantizeGradient(base.attn_scale, queries, largest(kind))
-        size, norm = g.apply(Bounds(), input=grad, scale=inputs["scale_o"])
-        _, norm_v = g.apply(Bounds(), input=v, scale=inputs["descale_v"])
-        taken = {name: inputs[name] for name in quantize.ports.input_names if name in inputs}
-        results = g.apply(quantize, grad=grad, size=size, norm=norm, norm_v=norm_v, **taken)
-        made = dict(zip(quantize.results, results, strict=True))
-        g.ordered(made["dO"], inputs["O"]._state.order)
-        values = {port: inputs[port] for port in self.inner if port != "scale_o"}
-        values |= {port: x for port, x in made.items() if port in node.ports.input_names}
-        values |= {"o": inputs["O"], "stats": inputs["Stats"]}
-        found = dict(zip(node.results, g.apply(node, **values), strict=True))
-        passed = {}
-        for port, name in linear.items():
-            x = g.fixed(found[f"d{port.upper()}"], quantize.dtype)
-            g.ordered(x, inputs[port]._state.order)
-            factor = made[f"unscale_{port}"]
-            passed[name] = g.apply(Quantize("float32"), input=x, scale=factor)[0]
-        return passed
+def gradients(
+    base: Any,
+    g: Derivation,
+    operands: Values,
+    results: Values,
+    wanted: Collection[str],
+    grad: GraphTensor,
+) -> dict[str, GraphTensor]:
+    """The gradients by cuDNN's backward pass in the units of the fp8 arrays, see
+    :func:`.tangent.gradients`."""
+    node = base.backward()
+    q, v = operands["q"], operands["v"]
+    kind = str(v.dtype) if str(v.dtype) in FP8 else E4M3
+    queries = q.shape[1] // v.shape[1] * q.shape[2]
+    quantize = QuantizeGradient(base.attn_scale, queries, largest(kind))
+    size, norm = g.apply(Bounds(), input=grad, scale=operands["scale_o"])
+    _, norm_v = g.apply(Bounds(), input=v, scale=operands["descale_v"])
+    taken = {name: operands[name] for name in quantize.ports.input_names if name in operands}
+    scaled = g.apply(quantize, grad=grad, size=size, norm=norm, norm_v=norm_v, **taken)
+    made = dict(zip(quantize.results, scaled, strict=True))
+    g.ordered(made["dO"], results["O"]._state.order)
+    values = {port: x for port, x in operands.items() if port != "scale_o"}
+    values |= {port: x for port, x in made.items() if port in node.ports.input_names}
+    values |= {"o": results["O"], "stats": results["Stats"]}
+    found = dict(zip(node.results, g.apply(node, **values), strict=True))
+    for port in wanted:
+        x = g.fixed(found[f"d{port.upper()}"], quantize.dtype)
+        g.ordered(x, operands[port]._state.order)
+        (found[f"d{port.upper()}"],) = g.apply(
+            Quantize("float32"), input=x, scale=made[f"unscale_{port}"]
+        )
+    return found

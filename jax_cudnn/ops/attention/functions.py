@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError, shown
-from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..arguments import array, chosen, flags, floating
-from . import extras
-from .base import BOTTOM_RIGHT, TOP_LEFT
-from .operands import (
+from ..arguments import chosen, flags
+from .arguments import (
     BY_TOKEN,
-    Aval,
-    additive,
+    attributes,
+    band_of,
+    batched,
     by_token,
     check_operands,
-    fill_with_mean,
-    fully_masked_rows,
+    extensions,
     lengths_of,
-    masking,
     modification,
-    operand,
     scaled,
-    unmask_rows,
-    window_bounds,
+    scores_of,
 )
+from .masks import fill_with_mean, masked_bias
 from .reference import Band
 from .score_mod.value import listed
-
-
-def further(
-    query: Aval,
-    key: Aval,
-    dropout_rate: Any,
-    dropout_rng: Any,
-    sink: Any,
-    alibi: bool,
-    block_mask: Any,
-    is_causal: bool,
-) -> tuple[float | None, dict[str, jax.Array]]:
-    """The node's dropout_probability and its operands by port, for a query (B, T, N, H) and a key
-    (B, S, K, H)."""
-    rate, operands = _rate(dropout_rate), {}
-    if rate is not None:
-        operands["seed"] = _seed(dropout_rng)
-        operands["offset"] = jnp.zeros((1, 1, 1, 2), jnp.uint32)
-    if sink is not None:
-        operands["sink_token"] = _sink(sink, query)
-    if block_mask is not None:
-        operands["block_mask"] = _tiles(block_mask, query, key)
-    if alibi and not is_causal:
-        raise GraphError(
-            "alibi without is_causal",
-            expected="is_causal=True",
-            got=f"is_causal={is_causal!r}",
-            why="ALiBi defines slopes only for earlier keys",
-            fix="pass is_causal=True, or pass other distances as bias",
-        )
-    return rate, operands
 
 
 def with_sinks_alone(
@@ -79,104 +41,17 @@ def with_sinks_alone(
     return jnp.where(alone, sink.astype(residual.dtype).reshape(heads), residual)
 
 
-def _rate(rate: Any) -> float | None:
-    number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    if not number or not 0 <= float(rate) < 1:
-        raise GraphError(
-            "dropout_rate is not valid",
-            expected="a Python scalar, at least 0 and below 1",
-            got=shown(rate),
-            why="it is static; under jax.jit list it in static_argnames",
-        )
-    return float(rate) or None
-
-
-def _seed(key: Any) -> jax.Array:
-    """The key as cuDNN's seed, low word first: ``jax.random.key(7)`` is seed 7."""
-    if key is None:
-        raise GraphError(
-            "dropout_rate without dropout_rng",
-            expected="a random key, such as jax.random.key(0)",
-            got="dropout_rng=None",
-            fix="pass dropout_rng, or omit dropout_rate outside of training",
-        )
-    key = array("dropout_rng", key, "a jax.random key")
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
-        data = jax.random.key_data(key)
-        key = data if data.size == 2 else jax.random.bits(key, (2,), jnp.uint32)
-    if key.shape != (2,) or key.dtype != jnp.uint32:
-        raise GraphTypeError(
-            "dropout_rng is not a key",
-            expected="one jax.random key, or its data, uint32[2]",
-            got=f"{key.dtype}{list(key.shape)}",
-        )
-    return key[::-1].reshape(1, 1, 1, 2)
-
-
-def _sink(sink: Any, query: Aval) -> jax.Array:
-    sink, heads = array("sink", sink), query.shape[2]
-    if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
-        raise GraphError(
-            "sink is not valid",
-            expected=f"float32[{heads}], one logit per query head",
-            got=f"{sink.dtype}{list(sink.shape)}",
-        )
-    return sink.astype(wide_dtype(query)).reshape(1, heads, 1, 1)
-
-
-def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:
-    mask = array("block_mask", mask)
-    b, n = query.shape[0], query.shape[2]
-    wanted = b, n, *extras.tiles(query.shape[1], key.shape[1])
-    fits = mask.ndim == 4 and mask.shape[2:] == wanted[2:]
-    fits = fits and all(s in (1, w) for s, w in zip(mask.shape, wanted, strict=True))
-    if not fits or mask.dtype != jnp.bool_:
-        raise (GraphTypeError if fits else GraphError)(
-            "block_mask is not valid",
-            expected=f"bool{list(wanted)}, or 1 in the first two dimensions",
-            got=f"{mask.dtype}{list(mask.shape)}",
-            why=f"each element covers {extras.TILE} queries and {extras.TILE} keys",
-        )
-    packed = extras.packed(mask)
-    return jnp.broadcast_to(packed, (b, n, *packed.shape[2:]))
-
-
 def _attention(
-    g,
-    q,
-    k,
-    v,
-    bias,
-    lengths,
-    extras,
-    operands=(),
-    *,
-    scale,
-    left,
-    right,
-    bottom_right,
-    alibi,
-    dropout,
-    score_mod=None,
-    heads_first=False,
+    g, q, k, v, bias, lengths, extras, operands=(), *, score_mod, heads_first, **attributes
 ):
     for x in () if heads_first else (q, k, v):
         x.set_stride(packed_strides(x.shape, BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
     if lengths is not None:
         named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
-    named |= extras
     if score_mod is not None:
         named |= {"score_mod": score_mod, "score_mod_operands": operands}
-    out, statistic = g.sdpa(
-        q, k, v, **named,
-        attn_scale=scale,
-        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
-        diagonal_band_left_bound=left,
-        diagonal_band_right_bound=right,
-        use_alibi_mask=alibi,
-        dropout_probability=dropout,
-    )  # fmt: skip
+    out, statistic = g.sdpa(q, k, v, **named, **extras, **attributes)
     if not heads_first:
         out.set_stride(packed_strides(out.shape, BY_TOKEN))
     return out, statistic
@@ -319,44 +194,38 @@ def dot_product_attention(
         heads_first=heads_first,
         return_residual=return_residual,
     )
-    rank = floating("query", query).ndim
-    named = (("query", query), ("key", key), ("value", value))
-    q, k, v = (operand(name, x, rank, heads_first) for name, x in named)
+    (q, k, v), had_batch = batched(heads_first, query=query, key=key, value=value)
     queries, keys, values = (by_token(x, heads_first) for x in (q, k, v))
     check_operands(queries, keys, values)
+    scores, dtype = scores_of(queries, keys), q.dtype
     q, scale = scaled(q, scale)
-    left, right = window_bounds(local_window_size)
-    if is_causal:
-        right = 0
+    band = seen = band_of(is_causal, local_window_size, bottom_right)
     if not heads_first:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    lengths = ends = lengths_of(query_seq_lengths, key_value_seq_lengths, queries, keys)
-    band = Band(left, right, bottom_right)
-    rate, extras = further(
-        queries, keys, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
+    lengths = ends = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    rate, extras = extensions(
+        scores, dtype, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
         if alibi or sink is not None:  # XLA runs it, with separate band and lengths
-            limits = Band(), ()
+            limits = Band(), None
         else:  # they become part of the function
-            limits, lengths = (band, lengths or ()), None
-            left, right, bottom_right = None, None, False
-        score_mod, operands = modification(score_mod, operands, queries, keys, *limits)
-    mask, rows = masking(mask, queries, keys), None
-    if sink is None:  # with a sink, such a query sees the sink
-        rows = fully_masked_rows(
-            mask, queries, keys, band=band, lengths=ends, block_mask=block_mask
-        )
+            limits, lengths, seen = (band, lengths), None, Band()
+        score_mod, operands = modification(score_mod, operands, scores, dtype, *limits)
+    bias, rows = masked_bias(
+        bias, mask, scores, dtype, band, ends, block_mask=block_mask,
+        fill=sink is None,  # with a sink, such a query sees the sink
+    )  # fmt: skip
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, additive(bias, unmask_rows(mask, rows), queries, keys), lengths, extras, operands,
-        scale=float(scale), left=left, right=right, bottom_right=bottom_right,
-        alibi=alibi, dropout=rate, score_mod=score_mod, heads_first=heads_first,
+        q, k, v, bias, lengths, extras, operands,
+        **attributes(float(scale), seen), use_alibi_mask=alibi, dropout_probability=rate,
+        score_mod=score_mod, heads_first=heads_first,
     )  # fmt: skip
     out, statistic = fill_with_mean(out, statistic, v, rows, ends)
     out = out if heads_first else jnp.swapaxes(out, 1, 2)
     if not return_residual:
-        return out if rank == 4 else out[0]
+        return out if had_batch else out[0]
     statistic = jnp.swapaxes(statistic[..., 0], 1, 2)
     if sink is not None and key_value_seq_lengths is not None:
         statistic = with_sinks_alone(
@@ -364,4 +233,4 @@ def dot_product_attention(
         )
     if heads_first:
         statistic = jnp.swapaxes(statistic, 1, 2)
-    return (out, statistic) if rank == 4 else (out[0], statistic[0])
+    return (out, statistic) if had_batch else (out[0], statistic[0])

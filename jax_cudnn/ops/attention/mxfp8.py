@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -12,12 +11,13 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import E8M0
-from ..._core.graph.node import Node, frozen
+from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..mxfp8 import dequantize_mxfp8, scales_shape
-from .base import Ordered
-from .fp8 import Scaled
+from .base import AttentionBase
+from .fp8 import Fp8Backward, Fp8Base, Fp8Forward
+from .fp8_reference import MxAttention
 
 if TYPE_CHECKING:
     from ..._core.graph.spec import GraphSpec, Tensor
@@ -48,11 +48,10 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
     )
 
 
-class BlockScaled(Scaled):
+class BlockScaled(Fp8Base):
     """The common base of the forward and backward nodes."""
 
-    def factor_dtype(self) -> str:
-        return E8M0
+    factor_dtype = E8M0
 
     def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
         operand = port.removeprefix("descale_")
@@ -85,7 +84,7 @@ class BlockScaled(Scaled):
 
 @register
 @frozen
-class SdpaMxfp8(BlockScaled):
+class SdpaMxfp8(BlockScaled, Fp8Forward):
     """Attention of fp8 arrays with one power-of-two scale per block of 32 elements (MXFP8).
 
     ``O = softmax(attn_scale * q k^T) v`` of the values times their scales. Blocks are along D for q
@@ -121,7 +120,8 @@ class SdpaMxfp8(BlockScaled):
     )
     requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}"
     rounding = "weights in fp8 in the second product; sums, maxima and exponentials in float32"
-    bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+    out = "bfloat16"
+    bounds = AttentionBase.bounds
     examples = (
         _example(
             {"q": (2, 4, 128, 128), "k": (2, 2, 256, 128), "v": (2, 2, 256, 128)}, False, "q k v"
@@ -138,27 +138,7 @@ class SdpaMxfp8(BlockScaled):
     diagonal_band_right_bound: int | None = None
     generate_stats: bool = True
 
-    @property
-    def results(self) -> tuple[str, ...]:
-        names = self.ports.output_names
-        return tuple(name for name in names if name != "Stats" or self.generate_stats)
-
-    def without(self, results: Collection[str]) -> Node:
-        return dataclasses.replace(self, generate_stats=False) if "Stats" in results else self
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
-        q, v = inputs["q"], inputs["v"]
-        found = {
-            "O": ((*q.shape[:3], v.shape[3]), "bfloat16"),
-            "Stats": ((*q.shape[:3], 1), "float32"),
-            "Amax_O": (_ONE, "float32"),
-        }
-        return {port: found[port] for port in self.results}
-
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .fp8_reference import MxAttention  # lazy, for a fast import
-
         attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
         made = attention.forward(self.dequantized(arrays))
         found = dict(zip(self.ports.output_names, made, strict=True))
@@ -167,7 +147,7 @@ class SdpaMxfp8(BlockScaled):
 
 @register
 @frozen
-class SdpaMxfp8Backward(Ordered, BlockScaled):
+class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
     """Gradients of sdpa_mxfp8.
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``:
@@ -216,6 +196,7 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
     )
     requires = "cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128"
     rounding = "the scores' gradients also enter their products as block-scaled fp8"
+    out = "bfloat16"
     others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
         _example(
@@ -227,19 +208,6 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
         ),
     )
 
-    left_bound: int | None = None
-    right_bound: int | None = None
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
-        sources = {"dQ": "q", "dK": "k", "dV": "v"}
-        return {
-            port: (inputs[sources[port]].shape, "bfloat16")
-            if port in sources
-            else (_ONE, "float32")
-            for port in self.results
-        }
-
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[3] > 128:
             return Reason(
@@ -248,7 +216,5 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
         return super().support(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .fp8_reference import MxAttention
-
         found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
         return tuple(found[port] for port in self.results)

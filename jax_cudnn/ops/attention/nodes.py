@@ -17,15 +17,15 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Engines, Node, OtherForm, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
-from . import extras as extras
-from .base import BOTTOM_RIGHT, Attending, Ordered
+from . import extras
+from .base import BOTTOM_RIGHT, Deterministic, SdpaBase
+from .tangent import gradients, tangents_of
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors, Values
     from ..._core.graph.spec import GraphSpec, Tensor
     from ..._core.graph.tensor import GraphTensor
     from ..._core.transforms.derivation import Derivation
-    from .score_mod.value import ScoreMod
 
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
@@ -39,7 +39,7 @@ _ORDERED = (
 
 @register
 @frozen
-class SdpaBackward(Ordered, Attending):
+class SdpaBackward(Deterministic, SdpaBase):
     """Gradients of sdpa.
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``: ``dS = P * (dP - rowsum(dO * o))``,
@@ -116,7 +116,7 @@ class SdpaBackward(Ordered, Attending):
         return tuple(name for name in self.ports.output_names if name not in left_out)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
+        self.check(inputs)
         for name, port in _OPTIONAL.items():
             if getattr(self, name) and port not in inputs:
                 article = "a " * (port == "bias")
@@ -176,10 +176,10 @@ class SdpaBackward(Ordered, Attending):
             return None
         return OtherForm(dataclasses.replace(self, use_deterministic_algorithm=False), *_ORDERED)
 
-    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def callbacks(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         from .score_mod.emission import Emission
 
-        both = Emission.with_derivative(mod, tensors)
+        both = Emission.with_derivative(self.score_mod, tensors)
         return {"score_mod": both.forward, "score_mod_bprop": both.backward}
 
     def emit(
@@ -197,12 +197,12 @@ class SdpaBackward(Ordered, Attending):
                     stride=packed_strides(tuple(dims), tuple(range(len(dims)))),
                 )
         plain = dataclasses.replace(self, dBias=False, dSink_token=False)
-        return (*Attending.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
+        return (*SdpaBase.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
 
 
 @register
 @frozen
-class Sdpa(Attending):
+class Sdpa(SdpaBase):
     """Attention: ``O = softmax(attn_scale * q k^T + bias) v``, with softmax along each row.
 
     Query ``i`` sees the keys ``j`` with ``i - left < j <= i + right``. Positions are aligned at the
@@ -288,6 +288,7 @@ class Sdpa(Attending):
 
     generate_stats: bool = True
     rng_dump: bool = False
+    gradients = gradients
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -302,7 +303,7 @@ class Sdpa(Attending):
         return node
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.checked(inputs)
+        self.check(inputs)
         if self.rng_dump and "seed" not in inputs:
             raise GraphError(
                 "rng_dump without dropout", fix="pass dropout_probability, seed and offset"
@@ -317,7 +318,7 @@ class Sdpa(Attending):
 
     def backward(self, wanted: Collection[str]) -> Node:
         """The node that computes the gradients, optionally of bias and sink_token."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Attending)}
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(SdpaBase)}
         return SdpaBackward(**shared, dBias="bias" in wanted, dSink_token="sink_token" in wanted)
 
     def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
@@ -346,7 +347,7 @@ class Sdpa(Attending):
             raise cudnn.cudnnGraphNotSupportedError(extras.NEEDS_OF_TILES)
         plain = dataclasses.replace(self, rng_dump=False)
         if not self.rng_dump:
-            return Attending.emit(plain, pygraph, tensors, common)
+            return SdpaBase.emit(plain, pygraph, tensors, common)
 
         (b, h, s, _), t = tensors["q"].get_dim(), tensors["k"].get_dim()[2]
         made = pygraph.tensor(
@@ -355,15 +356,7 @@ class Sdpa(Attending):
             dim=[b, h, s, t],
             stride=[h * s * t, s * t, t, 1],
         )
-        return (*Attending.emit(plain, pygraph, {**tensors, "rng_dump": made}, common), made)
-
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        return (
-            attributes
-            if self.rng_dump
-            else {k: attributes[k] for k in attributes if k != "rng_dump"}
-        )
+        return (*SdpaBase.emit(plain, pygraph, {**tensors, "rng_dump": made}, common), made)
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
@@ -372,13 +365,11 @@ class Sdpa(Attending):
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return by_reference.jvp(self, g, tangents, inputs, outputs)
-        from .tangent import tangents_of  # lazy, for a fast import
-
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
         return tangents_of(self, g, tangents, inputs, outputs)
 
 
-def _with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:
+def _with_mask(node: SdpaBase, g: Derivation, inputs: Values) -> Values:
     """The operands with the mask that the forward pass draws, for derivatives by the reference."""
     if node.dropout_probability is None or "dropout_mask" in inputs:
         return inputs

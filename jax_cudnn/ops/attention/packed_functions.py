@@ -8,35 +8,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.errors import GraphError, shown
+from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..arguments import chosen, flags, floating, int32, number
-from .base import BOTTOM_RIGHT, TOP_LEFT
-from .nodes import Sdpa
-from .operands import (
-    additive,
+from ..arguments import chosen, flags, floating
+from .arguments import (
+    attributes,
+    band_of,
+    bias_of,
     check_operands,
     check_size,
-    fill_with_mean,
-    fully_masked_rows,
+    integers,
     lengths_of,
-    masking,
+    operands,
+    scalar_scale,
     scaled,
-    unmask_rows,
-    window_bounds,
+    static_integer,
 )
-from .reference import Band
+from .masks import fill_with_mean, masked_bias
+from .nodes import Sdpa
+from .packed import Packed
+from .storage import InOneArray, StoredSdpa
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
-    from .packed import PackedSdpa  # lazy, for a fast import
-
     ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
     if bias is not None:
         ports["bias"] = bias
     queries, keys = limits
-    node = PackedSdpa(Sdpa.create(**attributes), queries, keys, q.shape[0], k.shape[0])
+    storage = Packed(queries, keys, q.shape[0], k.shape[0])
+    node = StoredSdpa(Sdpa.create(**attributes), storage)
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -120,14 +121,13 @@ def packed_dot_product_attention(
     is_causal, bottom_right, return_residual = flags(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
-    query, key, value = (
-        _tokens(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    expected = "rank 3 (tokens, heads, head size): (T, N, H), (S, K, H) and (S, K, E)"
+    query, key, value = operands((3,), expected, query=query, key=key, value=value)
     check_operands(query[None], key[None], value[None])
     query, scale = scaled(query, scale)
-    left, right = window_bounds(local_window_size)
+    band = band_of(is_causal, local_window_size, bottom_right)
     queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
-    given = [_limit("max_query_length", max_query_length), most[1]]
+    given = [static_integer("max_query_length", max_query_length), most[1]]
     if key_value_offsets is None:
         keys, given[1] = queries, given[0]
     else:
@@ -139,9 +139,10 @@ def packed_dot_product_attention(
             got=f"int32{list(keys.shape)}",
         )
     if max_key_value_length is not None:
-        given[1] = _limit("max_key_value_length", max_key_value_length)
+        given[1] = static_integer("max_key_value_length", max_key_value_length)
     batch, heads = queries.shape[0] - 1, query.shape[1]
-    bias = _bias(bias, (batch, heads, *given), query)
+    letters = "B, N, max_query_length, max_key_value_length"
+    bias = bias_of(bias, (batch, heads, *given), query.dtype, letters, masks=False)
     # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
     limits = tuple(
         max(1, min(size, tokens)) if isinstance(tokens, int) else size
@@ -159,46 +160,15 @@ def packed_dot_product_attention(
         {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
         _in_elements(queries, keys, query, key, value),
         limits=limits,
-        attn_scale=float(scale),
-        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
-        diagonal_band_left_bound=left,
-        diagonal_band_right_bound=0 if is_causal else right,
+        **attributes(float(scale), band),
     )  # fmt: skip
     return (out, statistic[..., 0]) if return_residual else out
 
 
-def _tokens(name: str, x: Any) -> jax.Array:
-    x = floating(name, x)
-    if x.ndim != 3:
-        raise GraphError(
-            f"{name} has the wrong rank",
-            expected="rank 3 (tokens, heads, head size): (T, N, H), (S, K, H) and (S, K, E)",
-            got=f"{name} of shape {list(x.shape)}",
-        )
-    return x
-
-
 def _offsets(name: str, x: Any) -> jax.Array:
-    x = int32(name, x)
-    if x.ndim != 1 or x.shape[0] < 1 or x.dtype != jnp.int32:
-        raise GraphError(
-            f"{name} is not valid",
-            expected="int32[B + 1], the start of each sequence and the end of the last one",
-            got=f"{x.dtype}{list(x.shape)}",
-            fix='from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")',
-        )
-    return x
-
-
-def _limit(name: str, x: Any) -> int:
-    if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
-        raise GraphError(
-            f"{name} is not valid",
-            expected="a Python integer of at least 1",
-            got=shown(x),
-            why="it is static: each value needs its own plan",
-        )
-    return int(x)
+    meaning = ", the start of each sequence and the end of the last one"
+    fix = 'from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")'
+    return integers(name, x, ("B + 1",), meaning, fix)
 
 
 def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
@@ -217,28 +187,11 @@ def _in_elements(
     return {f"ragged_offset_{kind}": x.reshape(-1, 1, 1, 1) for kind, x in found.items()}
 
 
-def _bias(bias: Any, scores: tuple[int, ...], query: jax.Array) -> jax.Array | None:
-    if bias is None:
-        return None
-    bias = floating("bias", bias)
-    shape = (*(1,) * (4 - bias.ndim), *bias.shape)
-    if bias.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
-        raise GraphError(
-            "bias does not fit the scores",
-            expected="a shape that broadcasts to (B, N, max_query_length, max_key_value_length) = "
-            f"{list(scores)}",
-            got=f"shape {list(bias.shape)}",
-        )
-    return bias.astype(query.dtype).reshape(shape)
-
-
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
-    from .qkv import QkvSdpa  # lazy, for a fast import
-
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
     if lengths is not None:
         ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
-    node = QkvSdpa(Sdpa.create(**attributes), heads)
+    node = StoredSdpa(Sdpa.create(**attributes), InOneArray(heads))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -313,22 +266,14 @@ def dot_product_attention_qkv(
     )
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
     check_size(qkv.shape[-1], qkv)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else number("scale", scale)
-    left, right = window_bounds(local_window_size)
-    b, t, _, size = qkv.shape
-    query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
-    ends = lengths_of(query_seq_lengths, key_value_seq_lengths, query, key)
-    right = 0 if is_causal else right
-    mask = masking(mask, query, key)
-    rows = fully_masked_rows(mask, query, key, band=Band(left, right, bottom_right), lengths=ends)
+    scale = scalar_scale(qkv, scale)
+    band = band_of(is_causal, local_window_size, bottom_right)
+    scores = qkv.shape[0], heads, qkv.shape[1], qkv.shape[1]
+    ends = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    bias, rows = masked_bias(bias, mask, scores, qkv.dtype, band, ends)
     out, statistic = chosen(QKV, options, None, implementation)(
-        qkv, additive(bias, unmask_rows(mask, rows), query, key), ends,
-        heads=heads,
-        attn_scale=scale,
-        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
-        diagonal_band_left_bound=left,
-        diagonal_band_right_bound=right,
-    )  # fmt: skip
+        qkv, bias, ends, heads=heads, **attributes(scale, band)
+    )
     if rows is not None:
         values = jnp.swapaxes(qkv[:, :, -of_keys:], 1, 2)
         out, statistic = fill_with_mean(jnp.swapaxes(out, 1, 2), statistic, values, rows, ends)

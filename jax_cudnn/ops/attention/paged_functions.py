@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError
+from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..arguments import chosen, flags, floating, int32
-from .base import BOTTOM_RIGHT, TOP_LEFT
+from ..arguments import chosen, flags, int32
+from .arguments import (
+    attributes,
+    band_of,
+    by_token,
+    check_operands,
+    integers,
+    lengths_of,
+    operands,
+    scaled,
+)
+from .bias import LENGTHS
 from .nodes import Sdpa
-from .operands import check_size, computed, scaled, window_bounds
+from .paged import Paged
+from .storage import StoredSdpa
+
+_FORMS = "query and new (B, T, N, H), pages (P, U, K, H)"
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
-    from .paged import PagedSdpa  # lazy, for a fast import
-
     ports = {"q": q, "k": k, "v": v, **integers}
-    node = PagedSdpa(Sdpa.create(**attributes), heads_first)
+    node = StoredSdpa(Sdpa.create(**attributes), Paged(heads_first))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -106,52 +118,39 @@ def paged_dot_product_attention(
         bottom_right=bottom_right,
         return_residual=return_residual,
     )
-    query, keys, values = (
-        _rank_four(name, x)
-        for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))
+    query, keys, values = operands(
+        (4,), _FORMS, query=query, key_pages=key_pages, value_pages=value_pages
     )
-    _check(query, keys, values, heads_first)
+    slots = by_token(keys, heads_first)
+    check_operands(query, slots, by_token(values, heads_first), paged=True)
     query, scale = scaled(query, scale)
-    left, right = window_bounds(local_window_size)
-    right = 0 if is_causal else right
-    batch, count = query.shape[:2]
-    if count == 1 and bottom_right:
-        right = None  # the last query sees all keys anyway, and cuDNN has faster engines for this
+    band = band_of(is_causal, local_window_size, bottom_right)
+    batch, count, heads = query.shape[:3]
+    if count == 1 and bottom_right:  # the last query sees all keys anyway, and cuDNN has faster
+        band = replace(band, right=None)  # engines for this
+    value_table = page_table if value_page_table is None else value_page_table
     tables = {
         "page_table_k": _table("page_table", page_table, batch, keys.shape[0]),
-        "page_table_v": _table(
-            "value_page_table",
-            page_table if value_page_table is None else value_page_table,
-            batch,
-            values.shape[0],
-        ),
+        "page_table_v": _table("value_page_table", value_table, batch, values.shape[0]),
     }
-    pages = {x.shape[2] for x in tables.values()}
-    if len(pages) > 1:
+    pages, others = (x.shape[2] for x in tables.values())
+    if pages != others:
         raise GraphError(
             "page_table and value_page_table have different shapes",
             expected="the same number of pages per batch element for keys and values",
-            got=" and ".join(map(str, sorted(pages))),
+            got=f"{pages} and {others}",
         )
-    if query_seq_lengths is None:
-        query_seq_lengths = jnp.full(batch, count, jnp.int32)
-    most = pages.pop() * keys.shape[2 if heads_first else 1]
-    lengths = (
-        _lengths("query_seq_lengths", query_seq_lengths, batch, count),
-        _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
-    )
-    lengths = computed(count, *lengths)
+    key_value_seq_lengths = int32("key_value_seq_lengths", key_value_seq_lengths)
+    scores = batch, heads, count, pages * slots.shape[1]
+    lengths = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    assert lengths is not None
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
     out, statistic = chosen(PAGED, options, None, implementation)(
         query, keys, values,
-        tables | dict(zip(("seq_len_q", "seq_len_kv"), lengths, strict=True)),
-        heads_first=heads_first,
-        attn_scale=float(scale),
-        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
-        diagonal_band_left_bound=left,
-        diagonal_band_right_bound=right,
+        tables | dict(zip(LENGTHS, lengths, strict=True)),
+        heads_first=heads_first, **attributes(float(scale), band),
     )  # fmt: skip
     return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
 
@@ -194,7 +193,7 @@ def write_pages(
         >>> bool((pages[1, 4] == 1).all() and (pages[0, 7] == 1).all())
         True
     """
-    pages, new = _rank_four("pages", pages), _rank_four("new", new)
+    pages, new = operands((4,), _FORMS, pages=pages, new=new)
     count, tokens = pages.shape[0], pages.shape[2 if heads_first else 1]
     sizes = (pages.shape[1 if heads_first else 2], pages.shape[3])
     batch, length = new.shape[:2]
@@ -204,14 +203,14 @@ def write_pages(
             expected=f"(B, T, K, H) with K, H = {list(sizes)}",
             got=str(list(new.shape)),
         )
-    table = _integers("page_table", page_table, (batch, None))
-    first = _integers("positions", positions, (batch,))
+    table = integers("page_table", page_table, (batch, "n"))
+    first = integers("positions", positions, (batch,))
     step = jnp.arange(length, dtype=jnp.int32)[None, :]
     at = first[:, None] + step
     page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
     there = (at >= 0) & (page >= 0)
     if seq_lengths is not None:
-        there &= step < _integers("seq_lengths", seq_lengths, (batch,))[:, None]
+        there &= step < integers("seq_lengths", seq_lengths, (batch,))[:, None]
     page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
     new = new.astype(pages.dtype)
     if count == 0:
@@ -221,58 +220,6 @@ def write_pages(
     return pages.at[page, slot].set(new, mode="drop")
 
 
-def _rank_four(name: str, x: Any) -> jax.Array:
-    x = floating(name, x)
-    if x.ndim != 4:
-        raise GraphError(
-            f"{name} has the wrong rank",
-            expected="query and new (B, T, N, H), pages (P, U, K, H)",
-            got=f"{name} of shape {list(x.shape)}",
-        )
-    return x
-
-
-def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bool) -> None:
-    token, head = (2, 1) if heads_first else (1, 2)
-    n, h = query.shape[2:]
-    k = keys.shape[head]
-    fits = keys.shape[3] == h and keys.shape[1:3] == values.shape[1:3]
-    if not fits or k == 0 or n % k or 0 in (keys.shape[0], values.shape[0], keys.shape[token]):
-        lies = "P, K, U" if heads_first else "P, U, K"
-        raise GraphError(
-            "query and pages do not fit together",
-            expected=f"(B, T, N, H), ({lies}, H) and ({lies}, E), with N a multiple of K and at "
-            "least one page",
-            got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
-            fix="set heads_first=True for pages (P, K, U, H), and False for (P, U, K, H)",
-        )
-    check_size(h, query)
-    if not query.dtype == keys.dtype == values.dtype:
-        raise GraphTypeError(
-            "query and pages have different dtypes",
-            expected="one dtype",
-            got=f"{query.dtype}, {keys.dtype} and {values.dtype}",
-            fix="cast them before the call",
-        )
-
-
-def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
-    x = int32(name, x)
-    fits = x.ndim == len(shape) and all(
-        size in (None, own) for size, own in zip(shape, x.shape, strict=True)
-    )
-    if not fits or x.dtype != jnp.int32 or 0 in x.shape[1:]:
-        wanted = ", ".join("n" if size is None else str(size) for size in shape)
-        raise GraphError(
-            f"{name} is not valid", expected=f"int32[{wanted}]", got=f"{x.dtype}{list(x.shape)}"
-        )
-    return x
-
-
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
     """(B, 1, n, 1), with indices of existing pages."""
-    return jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)[:, None, :, None]
-
-
-def _lengths(name: str, x: Any, batch: int, most: int) -> jax.Array:
-    return jnp.clip(_integers(name, x, (batch,)), 0, most).reshape(batch, 1, 1, 1)
+    return jnp.clip(integers(name, x, (batch, "n")), 0, count - 1)[:, None, :, None]

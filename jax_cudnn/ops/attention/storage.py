@@ -1,0 +1,333 @@
+"""Attention over other storages than dense arrays with heads before tokens: one node, for the
+forward and the backward pass, and what it asks of a storage.
+
+Functions of ``jax_cudnn.ops`` create these nodes and check their integer operands, because a plan
+reads out of bounds if these are wrong. So ``g`` has no method for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.errors import GraphError
+from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.dtypes import FLOATS
+from ..._core.graph.node import Edge, Engines, Fold, Node, View, frozen
+from ..._core.reasons import Reason
+from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
+from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
+from .reference import Arrays, Attention
+from .tangent import gradients, tangents_of
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.spec import GraphSpec, Tensor
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+
+class Storage:
+    """How attention's arrays lie in memory: a frozen dataclass, whose fields are attributes of the
+    operation. The defaults are those of arrays (B, S, H, D)."""
+
+    name: ClassVar[str]
+    """The prefix of the node's method."""
+    forward: ClassVar[str]
+    """The forward node's ports, see :mod:`..._core.graph.dims`."""
+    backward: ClassVar[str] = ""
+    """The backward node's ports; empty without one."""
+    gradients: ClassVar[Mapping[str, str]] = {"dQ": "q", "dK": "k", "dV": "v"}
+    """The backward node's results, and the ports of which they are the gradients."""
+    requires: ClassVar[str] = SdpaBase.requires
+    integers: ClassVar[tuple[str, ...]] = LENGTHS
+    """int32 ports with the positions of elements in other operands."""
+    offsets: ClassVar[Mapping[str, str]] = {}
+    """Port -> the port of its offsets."""
+    initial: ClassVar[Mapping[str, float]] = {}
+    """What tokens of no sequence hold in the results."""
+    has_bias: ClassVar[bool] = True
+
+    def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
+        """GraphError if shapes do not fit."""
+        raise NotImplementedError
+
+    def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
+        """The shapes of O and Stats."""
+        raise NotImplementedError
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        """The shape of the scores, (B, H, Sq, Skv)."""
+        raise NotImplementedError
+
+    def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["k"].shape[1]
+
+    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
+        """As :meth:`Node.flops`; None if the results' sizes are the best estimate."""
+        return None
+
+    def refused(self, tensors: Tensors) -> Reason | None:
+        """Why cuDNN does not run it, or None."""
+        return None
+
+    def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
+        """How cuDNN sees the array at a port; None for other operands."""
+        raise NotImplementedError
+
+    def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
+        """The operands at ``integers`` in the bounds of the arrays."""
+        return clipped_lengths(given, *self.scores(tensors)[2:])
+
+    def emit(
+        self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        return base.emit(pygraph, tensors, common)
+
+    def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        """O and Stats."""
+        raise NotImplementedError
+
+    def run_backward(self, attention: Attention, arrays: Arrays) -> dict[str, jax.Array]:
+        """The gradients by result."""
+        raise NotImplementedError
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        """See :meth:`Node.folds`."""
+        return ()
+
+
+def tokens_first(port: str, shape: Shape, name: str = "", first: int = 0, count: int = 0) -> View:
+    """``count`` heads from ``first`` on of (B, S, H, D), with heads before tokens."""
+    b, s, h, d = shape
+    return View(name or port, (b, count or h, s, d), (s * h * d, d, h * d, 1), first * d)
+
+
+@frozen
+class StoredSdpa(HasBias):
+    """``base`` over arrays in another storage. Source: cuDNN documentation, "Scaled Dot Product
+    Attention Forward" and "Backward": strides, ragged tensors and paged attention."""
+
+    base: Any  # Sdpa or SdpaBackward
+    storage: Any
+
+    anchor = SdpaBase.anchor
+    dtypes = FLOATS
+    selecting = LENGTHS[:1]
+    rounding = SdpaBase.rounding
+    gradients = gradients
+
+    @property
+    def is_backward(self) -> bool:
+        return self.base.results[0] == "dQ"
+
+    @property
+    def method(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"{self.storage.name}_{self.base.method}"
+
+    @property
+    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.requires
+
+    @property
+    def offsets(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.offsets
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Dims.parse(self.storage.backward if self.is_backward else self.storage.forward)
+
+    @property
+    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.deterministic
+
+    @property
+    def score_mod(self) -> Any:
+        return self.base.score_mod
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        results = self.base.results
+        return (*self.storage.gradients, *results[3:]) if self.is_backward else results
+
+    def as_deterministic(self) -> Node:
+        return dataclasses.replace(self, base=self.base.as_deterministic())
+
+    def without(self, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, base=self.base.without(results))
+
+    def backward(self, wanted: Collection[str]) -> Node:
+        """The node that computes the gradients with respect to these ports."""
+        return dataclasses.replace(self, base=self.base.backward(wanted))
+
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return self.base.linear_in(ports)
+
+    def keywords(self) -> dict[str, Any]:
+        own = {f.name: getattr(self.storage, f.name) for f in dataclasses.fields(self.storage)}
+        return self.base.keywords() | own
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        integers = self.storage.integers
+        check_int32(inputs, integers)
+        sizes = self.sizes({port: x for port, x in inputs.items() if port not in integers})
+        self.storage.check(inputs, sizes)
+        self.check_bias(inputs)
+        if self.is_backward:
+            of = {**self.storage.gradients, "dBias": "bias"}
+            return {name: (inputs[of[name]].shape, inputs[of[name]].dtype) for name in self.results}
+        o, stats = self.storage.made(inputs)
+        dtype = inputs["q" if "q" in inputs else "qkv"].dtype
+        found = {"O": (o, dtype), "Stats": (stats, "float32")}
+        return {port: found[port] for port in self.results}
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        return self.storage.scores(tensors)
+
+    def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
+        return self.storage.key_heads(tensors)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        found = self.storage.flops(self.base.band, shapes)
+        return super().flops(shapes) if found is None else found
+
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        if reason := self.storage.refused(tensors) or super().support(tensors, graph):
+            return reason
+        if len(graph.calls) > 1:
+            return Reason(f"{self.method} needs its own plan, because of its storage layout")
+        return wrong_dtypes(self.results, tensors)
+
+    def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
+        found = super().engines(tensors, graph) if self.storage.has_bias else Engines()
+        other = self.base.otherwise
+        if other is not None:
+            other = other._replace(node=dataclasses.replace(self, base=other.node))
+        return found._replace(otherwise=other)
+
+    def views(self, port: str, tensors: Tensors) -> Sequence[View]:
+        found = self.storage.views(port, tensors)
+        return super().views(port, tensors) if found is None else found
+
+    def boundary(self, tensors: Tensors) -> Edge:
+        further = {"integers": self.storage.integers, "initial": self.storage.initial}
+        return super().boundary(tensors)._replace(**further)
+
+    def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
+        return self.storage.clipped(tensors, given)
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        return self.storage.emit(self.base, pygraph, tensors, common)
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        attention = self.base.attention(precision)
+        if not self.is_backward:
+            return self.storage.run(attention, arrays)[: len(self.results)]
+        found = self.storage.run_backward(attention, arrays)
+        return tuple(found[port] for port in self.results)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if "Stats" not in outputs or not self.storage.backward:
+            return super().jvp(g, tangents, inputs, outputs)
+        return tangents_of(self, g, tangents, inputs, outputs)
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        return self.storage.folds(batched, size, tensors)
+
+
+_QKV_PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
+
+
+@dataclasses.dataclass(frozen=True)
+class InOneArray(Storage):
+    """Queries, keys and values in one array qkv (B, S, M, D), as a joint projection writes them, of
+    which ``heads`` counts the query heads: the first of the M = heads + 2 N heads, followed by N
+    key heads and N value heads. O is (B, S, heads, D), Stats (B, heads, S, 1); the gradient is one
+    array, too."""
+
+    heads: int
+
+    name = "qkv"
+    forward = f"qkv: b s m d, {_QKV_PORTS} -> O: b s h d, Stats: *l"
+    backward = (
+        f"qkv: b s m d, o: b s h d, dO: b s h d, stats: *l, {_QKV_PORTS} "
+        "-> dQKV: b s m d, dBias: *m"
+    )
+    gradients: ClassVar = {"dQKV": "qkv"}
+
+    def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
+        batch, tokens, heads, _ = inputs["qkv"].shape
+        of_keys = (heads - self.heads) // 2
+        if of_keys < 1 or heads != self.heads + 2 * of_keys or self.heads % of_keys:
+            raise GraphError(
+                "the numbers of heads do not fit",
+                expected="N query heads, K key heads and K value heads, with N a multiple of K",
+                got=f"{heads} heads in total, {self.heads} of them query heads",
+            )
+        lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
+        check_shapes(inputs, {**lengths, "stats": (batch, self.heads, tokens, 1)})
+
+    def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
+        b, s, _, d = inputs["qkv"].shape
+        return (b, s, self.heads, d), (b, self.heads, s, 1)
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        batch, tokens, *_ = tensors["qkv"].shape
+        return (batch, self.heads, tokens, tokens)
+
+    def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
+        return (tensors["qkv"].shape[2] - self.heads) // 2
+
+    def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
+        """The first head and the number of heads of queries, keys and values."""
+        n = (heads - self.heads) // 2
+        return (0, self.heads), (self.heads, n), (self.heads + n, n)
+
+    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
+        b, s, _, d = shapes["qkv"]
+        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in shapes)
+
+    def refused(self, tensors: Tensors) -> Reason | None:
+        if "dO" in tensors and tensors["qkv"].shape[1] == 1:
+            return Reason("cuDNN does not support gradients for one query and one key")
+        return None
+
+    def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
+        if port not in ("qkv", "dQKV", "o", "O", "dO"):
+            return None
+        shape = tensors[port].shape
+        names = {"qkv": ("q", "k", "v"), "dQKV": ("dQ", "dK", "dV")}.get(port)
+        if names is None:
+            return (tokens_first(port, shape),)
+        parts = zip(names, self.parts(shape[2]), strict=True)
+        return [tokens_first(port, shape, name, *part) for name, part in parts]
+
+    def _arrays(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """The arrays in the reference's form: q, k and v, with heads before tokens."""
+        found = {
+            port: jnp.swapaxes(x, 1, 2) if port in ("qkv", "o", "dO") else x
+            for port, x in arrays.items()
+        }
+        qkv = found.pop("qkv")
+        parts = (qkv[:, first : first + n] for first, n in self.parts(qkv.shape[1]))
+        return found | dict(zip("qkv", parts, strict=True))
+
+    def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        o, total = attention.forward(self._arrays(arrays))
+        return jnp.swapaxes(o, 1, 2), total
+
+    def run_backward(self, attention: Attention, arrays: Arrays) -> dict[str, jax.Array]:
+        found = attention.backward(self._arrays(arrays))
+        whole = jnp.concatenate([found[port] for port in ("dQ", "dK", "dV")], axis=1)
+        return {**found, "dQKV": jnp.swapaxes(whole, 1, 2)}
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        return batch_folds(batched, tensors, tensors, "qkv")
