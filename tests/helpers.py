@@ -14,11 +14,11 @@ import numpy as np
 import jax_cudnn as jc
 
 
-def python(code, *options):
+def python(code, *options, **environment):
     """Runs a script in a process of its own, on the CPU; it must succeed."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
         timeout=120,
