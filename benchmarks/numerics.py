@@ -109,12 +109,13 @@ def render() -> str:
 
 
 def _row(method: str, node: type[Node]) -> Iterator[str]:
+    made = node.create(**node.examples[0].attributes)
+    moves = made.algebra.moves
     yield f"`{method}`"
-    yield "moves elements" if node.algebra.moves else _by_kind(node, _compute)
+    yield "moves elements" if moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
     yield "yes" if node.product and "float32" in node.dtypes else ""
-    settled = node.create(**node.examples[0].attributes).deterministic
-    yield "" if node.algebra.moves or node.xla_only else ("always" if settled else "on request")
+    yield "" if moves or node.xla_only else ("always" if made.deterministic else "on request")
     yield node.rounding
 
 

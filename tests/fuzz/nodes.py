@@ -38,7 +38,8 @@ def kind(node: type[Node]) -> str:
         return "product"
     if node.method in layers.DRAWS:
         return "normalization"
-    if node.algebra.moves or node.xla_only:
+    made = node.create(**node.examples[0].attributes)
+    if made.algebra.moves or node.xla_only:
         return "movement"
     return "other" if node.method in DRAWS else "each element"
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,12 @@ from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
+from jax_cudnn._core.ffi import MEMSET
 from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.layout import layout
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.cost import roofline
-from jax_cudnn._core.planning.execution_plan import VIEW
+from jax_cudnn._core.planning.execution_plan import RESULT, VIEW
 
 pytestmark = pytest.mark.deviceless
 X, TOKENS = S((2, 4, 128, 64), "bfloat16"), S((2, 128, 4, 64), "bfloat16")
@@ -126,8 +128,17 @@ def test_what_a_packed_plan_leaves_unwritten_is_zero_beforehand():
     function, avals, count = TABLE["packed, window"]
     text = lowered(gradients(function, range(count)), *avals)
     calls = [line for line in text.splitlines() if "@jax_cudnn" in line]
-    for line, wanted in zip(calls, ("0, 0, 1, 4286578688", "0, 0, 1, 0, 2, 0"), strict=True):
-        assert f"initial = dense<[{wanted}]> : tensor<" in line
+    minus_infinity = np.float32(-np.inf).view(np.uint32)
+    for line, wanted in zip(calls, ({0: 0, 1: minus_infinity}, {0: 0, 1: 0, 2: 0}), strict=True):
+        given = re.search(r"rows = dense<(.*?)> : tensor", line)[1]
+        if given.startswith('"0x'):
+            numbers = np.frombuffer(bytes.fromhex(given[3:-1]), "<i8")
+        else:
+            numbers = np.array(eval(given))
+        _, *rows = numbers.reshape(-1, 4)
+        set_first = [(rows[at], word, size) for word, kind, at, size in rows if kind == MEMSET]
+        assert {result: word for (_, _, result, _), word, _ in set_first} == wanted
+        assert all((kind, size) == (RESULT, whole) for (_, kind, _, whole), _, size in set_first)
         assert "output_operand_alias" not in line  # XLA loses it where it fuses slices of operands
 
 
