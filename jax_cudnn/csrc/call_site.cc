@@ -55,13 +55,13 @@ double LeastBytes(std::string_view object) {
   }
   return 0;
 }
-
 }  // namespace
 
 int64_t CallSite::Checksum(std::initializer_list<std::string_view> attributes) {
-  static constexpr uint32_t kOfBits[16] = {
-      0,          0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
-      0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
+  static constexpr uint32_t kOfBits[16] = {0,          0x1db71064, 0x3b6e20c8, 0x26d930ac,
+                                           0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
+                                           0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
+                                           0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
   uint32_t crc = ~0u;
   for (const std::string_view bytes : attributes) {
     for (const char byte : bytes) {

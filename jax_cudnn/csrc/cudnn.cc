@@ -41,7 +41,6 @@ enum { kRunning, kClosed, kForked };
 std::atomic<int> g_state{kRunning};
 std::mutex g_mutex;
 std::vector<Device*>& g_devices = *new std::vector<Device*>;
-
 }  // namespace
 
 // Where to load cuDNN from when the process has none at its first use. A loaded copy always wins:
