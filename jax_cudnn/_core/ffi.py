@@ -91,12 +91,10 @@ def outputs_and_workspace(
     register()
     edge = boundary(spec)
     planned, given = edge.planned, edge.sent(operands)
-    results = [
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-        for shape, dtype in map(stored, planned.output_tensors)
-    ]
+    held = [*map(stored, planned.output_tensors)]
+    results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in held]
     given += [jnp.asarray(table, jnp.float32) for table in plan.tables]
-    initial = boundary(planned).initial
+    initial = edge.initial
     begun = {  # results that the plan writes a part of, and what the other parts hold
         i: _word(value, result.dtype)
         for i, (t, result) in enumerate(zip(planned.output_tensors, results, strict=True))

@@ -77,12 +77,6 @@ class Boundary:
             call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
             for call, at in spec.at_ports
         )
-        self.initial = {
-            name: edge.initial[port]
-            for call, edge in zip(spec.calls, self.edges, strict=True)
-            for port, name in call.outputs
-            if port in edge.initial
-        }
         self.indexes = any(edge.integers for edge in self.edges)
 
     @cached_property
@@ -91,6 +85,15 @@ class Boundary:
         products = any(call.node.order == MATRICES for call in spec.calls)
         planned = _planned(merged(spec) if products else spec)
         return planned if planned is spec else intern(planned)
+
+    @cached_property
+    def initial(self) -> dict[str, float]:
+        return {
+            name: edge.initial[port]
+            for call, edge in zip(self.planned.calls, boundary(self.planned).edges, strict=True)
+            for port, name in call.outputs
+            if port in edge.initial
+        }
 
     def sent(self, operands: Sequence[Any]) -> list[Any]:
         """What a plan reads for the operands of the graph."""
