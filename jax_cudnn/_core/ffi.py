@@ -150,6 +150,7 @@ def attributes(
         (word, MEMSET, results[i], plan.bindings[results[i]][3]) for i, word in begun.items()
     ]
     for place, unit, count, word in plan.fills:
+        assert unit == 4 or word == 0
         memsets.append((word, MEMSET, len(rows) - 1, unit * count))
         rows.append((UNBOUND, SLOT, place, unit * count))
     given = {

@@ -257,7 +257,7 @@ Descriptor CallSite::OnDevice::PackOf(int lane, void* const* pointers,
   }
   known.reserve(kMaxPacks);  // so that nothing is thrown after the descriptor is made
   const auto count = static_cast<int64_t>(uids.size());
-  Pack pack{{pointers, pointers + count + 1}, nullptr};
+  Pack pack{std::vector<void*>(pointers, pointers + count + 1), nullptr};
   pack.second = Finalized(kPack,
                           {{kPackUids, kTypeInt64, count, uids.data()},
                            {kPackPointers, kTypePointer, count, pointers},

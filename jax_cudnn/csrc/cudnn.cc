@@ -22,8 +22,8 @@ bool g_has_driver = false;
 void* Open(const char* path, int flags, std::string& tried) {
   void* library = dlopen(path, flags | RTLD_NOW | RTLD_LOCAL);
   if (library != nullptr) return library;
-  tried += std::string("\n  ") + path + ": " +
-           (flags == RTLD_NOLOAD ? "not loaded in this process yet" : dlerror());
+  const char* why = flags == RTLD_NOLOAD ? "not loaded in this process yet" : dlerror();
+  tried += std::string("\n  ") + path + ": " + (why ? why : "no reason");
   return nullptr;
 }
 
@@ -37,6 +37,9 @@ void Find(void* library, const std::string& name, Function& function, std::strin
 }
 #define JAX_CUDNN_FIND(result, name, parameters) Find(library, #name, api.name, missing);
 
+struct MayLoad {  // in the scope of what may load parts of cuDNN, also where it fails
+  ~MayLoad() { std::atexit(CloseDevices); }
+};
 enum { kRunning, kClosed, kForked };
 std::atomic<int> g_state{kRunning};
 std::mutex g_mutex;
@@ -70,8 +73,8 @@ void Load(bool driver) {
     api.version = static_cast<int64_t>(api.cudnnGetVersion());
   }
   if (driver && !g_has_driver) {
-    void* library = Open("libcuda.so.1", 0, tried);
-    Expect(library, "the CUDA driver was not found:", tried);
+    void* library = Open("libcuda.so.1", 0, missing);
+    Expect(library, "the CUDA driver was not found:", missing);
     JAX_CUDNN_OF_DRIVER(JAX_CUDNN_FIND)
     Expect(missing.empty(), "the loaded CUDA driver lacks ", missing, ".");
     g_has_driver = true;
@@ -166,13 +169,14 @@ std::unique_lock<std::mutex> Device::Acquire(int& lane) {
   FailIfEnded();              // first, so that executions cannot keep CloseDevices() from a lane
   const int count = handles.load(std::memory_order_acquire);
   std::unique_lock<std::mutex> held;
-  for (int i = 0; i < count && !held.owns_lock(); ++i) {
+  for (int i = 0; !held.owns_lock(); ++i) {
+    if (i != 0 && i % count == 0) {  // all are taken, one perhaps for long: a plan is finalized
+      wants_handle.store(count < kMaxLanes, std::memory_order_relaxed);
+      std::this_thread::sleep_for(std::chrono::microseconds(i < 200 ? 0 : 20));
+      FailIfEnded();
+    }
     lane = (last + i) % count;
     held = std::unique_lock<std::mutex>(lanes[lane].mutex, std::try_to_lock);
-  }
-  if (!held.owns_lock()) {
-    wants_handle.store(count < kMaxLanes, std::memory_order_relaxed);
-    held.lock();
   }
   FailIfEnded();
   last = lane;
@@ -192,11 +196,12 @@ void Device::AddHandle() {
   FailIfEnded();
   const int lane = handles.load(std::memory_order_relaxed);
   if (wants_handle.load(std::memory_order_relaxed) && lane < kMaxLanes) {
+    const MayLoad guard;
     ContextScope scope(context);
-    Check(api.cudnnCreate(&lanes[lane].handle), "create a handle");
-    ++counts[kHandlesMade];
-    handles.store(lane + 1, std::memory_order_release);
-    std::atexit(CloseDevices);
+    const Status status = api.cudnnCreate(&lanes[lane].handle);
+    if (lane == 0) Check(status, "create a handle");  // with one, threads take turns
+    counts[kHandlesMade] += status == 0;
+    handles.store(lane + (status == 0), std::memory_order_release);
   }
   wants_handle.store(false, std::memory_order_relaxed);
 }
@@ -213,6 +218,7 @@ std::shared_ptr<const Device::Plan> Device::GetPlan(const std::string& text) {
   ContextScope scope(context);
   int lane = 0;
   const auto held = Acquire(lane);
+  const MayLoad guard;
   plan->descriptor =
       Finalized(kPlan,
                 {{kPlanHandle, kTypeHandle, 1, &lanes[lane].handle},
@@ -221,7 +227,6 @@ std::shared_ptr<const Device::Plan> Device::GetPlan(const std::string& text) {
                 "is damaged (lower the function again on this machine)");
   ++counts[kPlansMade];
   ++counts[kPlansAlive];
-  std::atexit(CloseDevices);
   int64_t count = 0;
   Check(api.cudnnBackendGetAttribute(plan->descriptor, kPlanWorkspaceSize, kTypeInt64, 1, &count,
                                      &plan->workspace_bytes),

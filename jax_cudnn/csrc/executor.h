@@ -1,10 +1,8 @@
 // Runs cuDNN's finished plans: what lives once per process, per device, and per custom call.
-//
 // cuDNN and the CUDA driver are found at run time and declared by hand, so that one binary serves
 // CUDA 12 and 13 and needs no CUDA toolkit. The numbers are cuDNN 9's ABI. Failures are thrown
 // without the graph's name, which handler.cc adds; only that knows XLA's call frames.
 #pragma once
-
 #include <array>
 #include <atomic>
 #include <chrono>

@@ -1,9 +1,6 @@
 // What XLA and Python see: the stages of the custom call "jax_cudnn", and a few C functions.
-//
 // XLA instantiates a call site once per executable, initializes it before every execution (not
 // under stream capture) and executes it (perhaps under capture).
-#include <algorithm>
-
 #include "executor.h"
 
 namespace jax_cudnn {
@@ -44,20 +41,20 @@ ffi::Error Initialize(CallSite* site, void* stream, int32_t ordinal, ffi::Remain
 ffi::Error Execute(CallSite* site, void* stream, int32_t ordinal, ffi::RemainingArgs args,
                    ffi::RemainingRets rets, ffi::Dictionary) {
   return Guarded(site->name(), [&] {
-    constexpr size_t kMax = CallSite::kMaxRows;  // it needs no more
-    const size_t arg_count = std::min(args.size(), kMax), ret_count = std::min(rets.size(), kMax);
+    constexpr size_t kMax = CallSite::kMaxRows;
+    Expect(args.size() <= kMax && rets.size() <= kMax, "it has too many operands or results");
     Buffer operands[kMax], results[kMax];
-    for (size_t i = 0; i < arg_count; ++i) {
+    for (size_t i = 0; i < args.size(); ++i) {
       const auto buffer = args.get<ffi::AnyBuffer>(i);
       Expect(buffer.has_value(), "operand ", i, " is not a buffer");
       operands[i] = {buffer->untyped_data(), static_cast<int64_t>(buffer->size_bytes())};
     }
-    for (size_t i = 0; i < ret_count; ++i) {
+    for (size_t i = 0; i < rets.size(); ++i) {
       auto buffer = rets.get<ffi::AnyBuffer>(i);
       Expect(buffer.has_value(), "result ", i, " is not a buffer");
       results[i] = {(*buffer)->untyped_data(), static_cast<int64_t>((*buffer)->size_bytes())};
     }
-    site->Execute(ordinal, stream, {operands, arg_count}, {results, ret_count});
+    site->Execute(ordinal, stream, {operands, args.size()}, {results, rets.size()});
   });
 }
 
@@ -96,13 +93,13 @@ JAX_CUDNN_EXPORT XLA_FFI_Error* JaxCudnnInstantiate(XLA_FFI_CallFrame* frame) {
   // Whoever asks for the handler's metadata first registers the state's type: XLA asks when the
   // target is registered, whichever order Python imports things in.
   if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    static std::once_flag once;
-    XLA_FFI_Error* error = nullptr;
-    std::call_once(once, [&] {
-      error = ffi::Ffi::RegisterTypeId(frame->api, "jax_cudnn_call_site", &CallSite::id,
-                                       &CallSite::info);
-    });
-    if (error != nullptr) return error;
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (CallSite::id == XLA_FFI_UNKNOWN_TYPE_ID) {
+      constexpr char kName[] = "jax_cudnn_call_site";
+      auto* error = ffi::Ffi::RegisterTypeId(frame->api, kName, &CallSite::id, &CallSite::info);
+      if (error != nullptr) return error;
+    }
   }
   return kInstantiate(frame);
 }

@@ -187,8 +187,9 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> plans.ExecutionP
     _check_bindings(plan, spec, [*_listed(facts.get("operationGraph"))])
     for fill in plan.fills:
         start, unit, count, word = fill
-        fits = 0 <= start <= start + count <= offset and (unit, word) == (1, 0)
-        need(fits, "fills", f"zeros within {offset} bytes", fill)
+        fits = 0 <= start <= start + count <= offset and start % plans.SCALAR_STRIDE == 0
+        fits = fits and (unit, word) == (1, 0)
+        need(fits, "fills", f"zeros within {offset} bytes, from a multiple of 16 on", fill)
     return plan
 
 
