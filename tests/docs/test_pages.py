@@ -140,6 +140,14 @@ def test_readme_leads_to_every_page():
     assert [page for page in pages if f"(docs/{page})" not in README] == []
 
 
+def test_files_that_build_and_core_name_exist():
+    files = {path.name for path in ROOT.rglob("*") if path.suffix in (".py", ".cc", ".h", ".json")}
+    for page in ("BUILD.md", "jax_cudnn/_core/README.md"):
+        named = re.findall(r"\b(\w+\.(?:py|cc|h))\b", (ROOT / page).read_text())
+        assert named
+        assert {*named} <= files, page
+
+
 def test_readme_and_build_are_short():
     assert README.count("\n") <= 150
     assert len(README.encode()) <= 10_000
