@@ -220,7 +220,8 @@ def time_candidates(
 ) -> Candidates:
     """See :meth:`jax_cudnn.Plan.time_candidates`."""
     placed = execution.on_device(plan, arrays or random_arrays(plan), device)
-    left = len(rows := candidates(plan)) if limit is None else limit
+    rows = candidates(plan)
+    left = len(rows) if limit is None else limit
     found = []
     for row in rows:
         if left > 0 and (row := tried(plan, row)).supported:
