@@ -181,12 +181,14 @@ def main() -> None:
     about, effort = environment("flax"), TINY if options.tiny else _EFFORT
     if found.setdefault("environment", about) | {"date": ""} != about | {"date": ""}:
         raise SystemExit(f"{options.into} is of other GPUs or versions: {found['environment']}")
+    order = [name for name, *_ in cells(4, options.tiny)]
     for name, *cell in cells(jax.device_count(), options.tiny):
         if re.search(options.only, name):
             began = time.perf_counter()
             entry = tried(measure, *cell, effort)
             entry["seconds"] = round(time.perf_counter() - began, 1)
             found["cells"][name] = entry
+            found["cells"] = {name: found["cells"][name] for name in order if name in found["cells"]}
             ms = {side: each["ms"]["median"] for side, each in entry.get("sides", {}).items()}
             print(f"{name}: {entry['status']}, {entry['seconds']} s, ms {ms}", flush=True)
             for side, why in {"": entry.get("reason"), **entry.get("not_run", {})}.items():
