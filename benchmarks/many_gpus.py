@@ -188,7 +188,9 @@ def main() -> None:
             entry = tried(measure, *cell, effort)
             entry["seconds"] = round(time.perf_counter() - began, 1)
             found["cells"][name] = entry
-            found["cells"] = {name: found["cells"][name] for name in order if name in found["cells"]}
+            found["cells"] = {
+                name: found["cells"][name] for name in order if name in found["cells"]
+            }
             ms = {side: each["ms"]["median"] for side, each in entry.get("sides", {}).items()}
             print(f"{name}: {entry['status']}, {entry['seconds']} s, ms {ms}", flush=True)
             for side, why in {"": entry.get("reason"), **entry.get("not_run", {})}.items():
