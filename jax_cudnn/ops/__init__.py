@@ -19,6 +19,7 @@ from .bucketing import bucket as bucket
 from .bucketing import pad_to_bucket as pad_to_bucket
 from .convolution.functions import conv as conv
 from .convolution.functions import conv_transpose as conv_transpose
+from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .matmul.functions import matmul as matmul
@@ -51,6 +52,7 @@ __all__ = [
     "group_norm",
     "instance_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "matmul",
     "packed_dot_product_attention",
     "pad_to_bucket",

@@ -1,0 +1,298 @@
+"""The cross-entropy of a linear layer, without its logits in memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.graph.dtypes import FLOATS
+from .arguments import array, number, promoted
+
+BLOCK = 2**27
+"""Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
+_ROWS = 128
+"""Tokens of a block are a multiple of this: products are slow with odd sizes."""
+
+
+class _Loss(NamedTuple):
+    """What the loss of a token is, and how many blocks the tokens are computed in."""
+
+    softcap: float | None
+    smoothing: float
+    z_loss: float
+    element_type: Any
+    precision: Any
+    blocks: int
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    block_size: int | None = None,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+) -> jax.Array:
+    r"""Softmax cross-entropy of the logits ``hidden @ weight + bias``, in blocks of tokens.
+
+    With the logits :math:`l` of a token with label :math:`y`, after
+    :math:`l \leftarrow c \tanh(l / c)` for a ``softcap`` of :math:`c`, its loss is
+
+    .. math:: \operatorname{lse}(l) - (1 - a)\, l_y - \frac{a}{V} \sum_v l_v
+        + z \operatorname{lse}(l)^2
+
+    with :math:`\operatorname{lse}(l) = \log \sum_v e^{l_v}`, the label smoothing :math:`a` and the
+    ``z_loss`` :math:`z`. This equals ``optax.softmax_cross_entropy_with_integer_labels`` of the
+    logits, but only the logits of one block are ever in memory. With ``"mean"`` and ``"sum"``,
+    gradients are computed together with the loss, in three products; with ``"none"`` the logits
+    are computed again for them. Tokens may be sharded, and so may the vocabulary. The blocks run
+    in XLA on all devices.
+
+    Args:
+        hidden: (..., D) floats, what the last layer reads.
+        weight: (D, V) floats. For an embedding that is also the last layer pass ``embedding.T``:
+            it is not copied.
+        labels: (...) integers in [0, V). The loss of another label is NaN, as optax has it.
+        bias: (V,) floats.
+        softcap: the bound of the logits, positive.
+        label_smoothing: in [0, 1).
+        z_loss: the factor of the squared logarithm of the normalizer, at least 0.
+        ignore_index: tokens with this label have the loss 0 and no gradient.
+        reduction: ``"mean"`` over the tokens that are not ignored (0 if there are none),
+            ``"sum"``, or ``"none"`` for the loss of each token.
+        block_size: the tokens of a block; by default as many as have 2**27 logits.
+        preferred_element_type: the dtype in which the product returns logits; by default that of
+            the operands. float32 rounds less, and takes twice the memory and more time.
+        precision: as in ``jnp.matmul``.
+
+    Returns:
+        In float32 (float64 for operands of float64): a scalar, or (...) for ``"none"``.
+
+    Raises:
+        GraphTypeError: an operand is not an array of floats, or labels are not integers.
+        GraphError: shapes do not fit, or an option is out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> hidden, weight = jnp.ones((2, 3, 8)), jnp.zeros((8, 16))
+        >>> loss = jc.ops.linear_cross_entropy(hidden, weight, jnp.zeros((2, 3), int))
+        >>> print(f"{loss:.4f}")
+        2.7726
+    """
+    hidden, weight = promoted(hidden, weight, ("hidden", "weight"))
+    labels = array("labels", labels)
+    _check(hidden, weight, labels, bias)
+    _check_options(softcap, label_smoothing, z_loss, reduction, block_size)
+    tokens, vocabulary = labels.size, weight.shape[1]
+    most = block_size or max(BLOCK // max(vocabulary, 1), _ROWS)
+    dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
+    kept = jnp.ones_like(labels, bool) if ignore_index is None else labels != ignore_index
+    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, -(-max(tokens, 1) // most))
+    run = functools.partial(_reduced, loss=loss, reduction=reduction)
+    if not jax.typeof(hidden).sharding.mesh.explicit_axes:
+        return run(hidden, weight, bias, labels, kept)
+    spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
+    return jax.sharding.auto_axes(run, out_sharding=spec)(hidden, weight, bias, labels, kept)
+
+
+def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None and str(array(name, x).dtype) not in FLOATS:
+            raise GraphTypeError(
+                f"{name} has a dtype that this operation does not support",
+                expected=", ".join(FLOATS),
+                got=f"{jnp.result_type(x)}{list(jnp.shape(x))}",
+                fix=f"cast it before the call: {name}.astype(jnp.float32)",
+            )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise GraphTypeError(
+            "labels are not integers",
+            expected="one class index for each token",
+            got=f"{labels.dtype}{list(labels.shape)}",
+            fix="pass labels.argmax(-1) for one-hot labels",
+        )
+    fits = weight.ndim == 2 and hidden.ndim > 0 and hidden.shape[-1] == weight.shape[0]
+    if not fits or labels.shape != hidden.shape[:-1]:
+        raise GraphError(
+            "the shapes of hidden, weight and labels do not fit",
+            expected="hidden (..., D), weight (D, V), labels (...)",
+            got=f"hidden {hidden.shape}, weight {weight.shape}, labels {labels.shape}",
+            fix="pass weight.T if it is (V, D)",
+        )
+    if bias is not None and jnp.shape(bias) != weight.shape[1:]:
+        raise GraphError(
+            "bias does not have one element for each class",
+            expected=f"({weight.shape[1]},)",
+            got=str(jnp.shape(bias)),
+        )
+
+
+def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any, block: Any) -> None:
+    whole = isinstance(block, int) and not isinstance(block, bool)
+    for name, valid, expected, got in (
+        ("softcap", softcap is None or number("softcap", softcap) > 0, "above 0, or None", softcap),
+        (
+            "label_smoothing",
+            0 <= number("label_smoothing", smoothing) < 1,
+            "at least 0 and below 1",
+            smoothing,
+        ),
+        ("z_loss", number("z_loss", z) >= 0, "at least 0", z),
+        (
+            "reduction",
+            reduction in ("mean", "sum", "none"),
+            '"mean", "sum" or "none"',
+            reduction,
+        ),
+        ("block_size", block is None or (whole and block > 0), "a Python integer above 0", block),
+    ):
+        if not valid:
+            raise GraphError(f"{name} is not valid", expected=expected, got=shown(got))
+
+
+def _reduced(
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    kept: jax.Array,
+    *,
+    loss: _Loss,
+    reduction: str,
+) -> jax.Array:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if reduction == "none":
+        return _losses(flat, weight, bias, labels.ravel(), kept.ravel(), loss).reshape(labels.shape)
+    total = _total(flat, weight, bias, labels.ravel(), kept.ravel(), loss)
+    return total / jnp.maximum(kept.sum(), 1) if reduction == "mean" else total
+
+
+def _in_blocks(run: Any, start: Any, loss: _Loss, *arrays: jax.Array) -> Any:
+    """Scan over blocks of tokens. A block takes tokens from all over the array, so that where they
+    are sharded, each device has a part of each block."""
+    tokens, count = arrays[0].shape[0], loss.blocks
+    if count == 1:
+        return run(start, arrays)
+    each = -(-tokens // count)
+    each = -(-each // _ROWS) * _ROWS if each > _ROWS else each
+    more = each * count - tokens
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x
+        return jnp.moveaxis(x.reshape(each, count, *x.shape[1:]), 1, 0)
+
+    start, stacked = lax.scan(jax.checkpoint(run, prevent_cse=False), start, [*map(split, arrays)])
+    return start, jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:tokens], stacked
+    )
+
+
+def _logits(hidden: jax.Array, weight: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
+    """Before the softcap, in the type of the sums."""
+    logits = jnp.matmul(
+        hidden, weight, precision=loss.precision, preferred_element_type=loss.element_type
+    ).astype(_wide(hidden))
+    return logits if bias is None else logits + bias.astype(logits.dtype)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _parts(logits: jax.Array, labels: jax.Array, loss: _Loss) -> tuple[jax.Array, jax.Array]:
+    """The loss of each token, and its derivative by the logits."""
+    cap, a, z, size = loss.softcap, loss.smoothing, loss.z_loss, logits.shape[1]
+    capped = cap * jnp.tanh(logits / cap) if cap else logits
+    most = lax.stop_gradient(capped.max(axis=1, initial=-jnp.inf))
+    lse = most + jnp.log(jnp.exp(capped - most[:, None]).sum(axis=1))
+    hit = labels[:, None] == jnp.arange(size, dtype=labels.dtype)
+    picked = jnp.where(hit, capped, 0).sum(axis=1)
+    picked = jnp.where((labels >= 0) & (labels < size), picked, jnp.nan)
+    losses = lse - (1 - a) * picked + z * jnp.square(lse)
+    losses = losses - a * capped.mean(axis=1) if a else losses
+    slopes = (1 + 2 * z * lse[:, None]) * jnp.exp(capped - lse[:, None])
+    slopes = slopes - (1 - a) * hit - (a / size if a else 0)
+    return losses, slopes * (1 - jnp.square(capped / cap)) if cap else slopes
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _of_logits(logits: jax.Array, labels: jax.Array, loss: _Loss) -> jax.Array:
+    return _parts(logits, labels, loss)[0]
+
+
+@_of_logits.defjvp
+def _of_logits_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
+    losses, slopes = _parts(*primals, loss)
+    return losses, (slopes * tangents[0]).sum(axis=1)
+
+
+def _losses(
+    hidden: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, kept: Any, loss: _Loss
+) -> jax.Array:
+    """The loss of each token."""
+    wide, narrow = weight.astype(_wide(weight)), weight.dtype  # gradients add up in float32
+
+    def run(_: None, block: Any) -> tuple[None, jax.Array]:
+        hidden, labels, kept = block
+        found = _of_logits(_logits(hidden, wide.astype(narrow), bias, loss), labels, loss)
+        return None, jnp.where(kept, found, 0)
+
+    return _in_blocks(run, None, loss, hidden, labels, kept)[1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _total(
+    hidden: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, kept: Any, loss: _Loss
+) -> jax.Array:
+    """The sum of the losses."""
+
+    def run(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        hidden, labels, kept = block
+        found = _of_logits(_logits(hidden, weight, bias, loss), labels, loss)
+        return total + jnp.where(kept, found, 0).sum(), None
+
+    start = jnp.zeros((), _wide(hidden))
+    return _in_blocks(run, start, loss, hidden, labels, kept)[0]
+
+
+@functools.partial(_total.defjvp, symbolic_zeros=True)
+def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
+    """All gradients in one pass, times the tangents: in reverse mode JAX turns this around."""
+    hidden, weight, bias, labels, kept = primals
+    wide = _wide(hidden)
+    product = functools.partial(
+        lax.dot_general, precision=loss.precision, preferred_element_type=wide
+    )
+
+    def run(sums: Any, block: Any) -> Any:
+        hidden, labels, kept = block
+        total, by_weight, by_bias = sums
+        losses, slopes = _parts(_logits(hidden, weight, bias, loss), labels, loss)
+        slopes = jnp.where(kept[:, None], slopes, 0)
+        narrow = slopes.astype(hidden.dtype)
+        by_hidden = product(narrow, weight, (((1,), (1,)), ((), ())))
+        by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ())))
+        total = total + jnp.where(kept, losses, 0).sum()
+        return (total, by_weight, by_bias + slopes.sum(axis=0)), by_hidden.astype(hidden.dtype)
+
+    start = (jnp.zeros((), wide), jnp.zeros(weight.shape, wide), jnp.zeros(weight.shape[1:], wide))
+    (total, by_weight, by_bias), by_hidden = _in_blocks(run, start, loss, hidden, labels, kept)
+    out = jnp.zeros((), wide)
+    for gradient, tangent in zip((by_hidden, by_weight, by_bias), tangents, strict=False):
+        if tangent is not None and not isinstance(tangent, SymbolicZero):
+            out = out + (gradient.astype(wide) * tangent.astype(wide)).sum()
+    return total, out
