@@ -272,8 +272,8 @@ def _repeated(plan: PlannedGraph, count: int) -> Any:
     call = functools.partial(ffi.outputs_and_workspace, plan.only, plan.spec, plan.name)
 
     def run(*given: jax.Array) -> Sequence[jax.Array]:
-        workspace = None
-        for _ in range(count):
+        outputs, workspace = call(*given)
+        for _ in range(count - 1):
             outputs, workspace = call(*given, after=workspace)
         return outputs
 

@@ -100,7 +100,7 @@ def _differences(a: str, b: str) -> tuple[str, str]:
         left, right = json.loads(a), json.loads(b)
         names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     except (ValueError, TypeError, AttributeError):
-        names = []
+        return a, b
     if not names:
         return a, b
     parts = []
