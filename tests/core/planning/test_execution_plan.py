@@ -30,7 +30,7 @@ from jax_cudnn._core.planning.execution_plan import (
     decode,
     uids,
 )
-from jax_cudnn._core.planning.stored import key_text, plan_of
+from jax_cudnn._core.planning.stored import check_entry, key_text, plan_of
 from jax_cudnn._core.store.archive import export, import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
@@ -328,19 +328,20 @@ def test_an_altered_field_is_discarded_and_planned_anew(field, store, caplog, tm
     values += [{k: v for k, v in GOOD.items() if k != field}, GOOD | {f"{field}s": GOOD[field]}]
     for value in values:
         path.write_bytes(encode(Content(key, value, "")))
-        assert len(folder.verify()[1]) == 1, (field, value[field])
+        assert len(folder.verify(check_entry)[1]) == 1, (field, value[field])
         with zipfile.ZipFile(archive, "w") as file:
             file.writestr(path.name, path.read_bytes())
-        assert [*import_(PlanCache(tmp_path / "other"), archive).refused] == [path.name]
+        other = PlanCache(tmp_path / "other")
+        assert [*import_(other, archive, check_entry).refused] == [path.name]
         planner.clear()
         built.clear()
         assert planner.plan(SPEC, H200, "f") == want
         assert len(built) == 1, value
         assert folder.get(key) == GOOD
-    assert folder.verify() == (1, [])
+    assert folder.verify(check_entry) == (1, [])
     export(folder, archive)
     path.write_bytes(encode(Content(key, values[0], "")))
-    assert [import_(folder, archive)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
+    assert [import_(folder, archive, check_entry)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
     planner.clear()
     assert planner.plan(SPEC, H200, "f") == want
     assert len(built) == 1
