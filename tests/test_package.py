@@ -127,8 +127,7 @@ FLOORS = {
     "transformations": "transforms transforms.*",
     "stores": "store store.* job job.*",
     "planning": "context planning planning.*",
-    "running": "ffi lowering execution agreement operands trials candidates cuda_graphs "
-    "tuning auto",
+    "running": "ffi execution agreement operands trials candidates cuda_graphs tuning auto",
     "sharding": "sharding sharding.* partition",
     "tracing": "registrations graph.trace",
     "plans": "plans plans.* inspection inspection.*",

@@ -111,9 +111,7 @@ class PlanCache:
 
         If nothing can be written, that is ``value``, and this process stops writing.
         """
-        found = self.get(key)
-        if found is None:
-            found = self._add(Content(key, value, label))
+        found = self._add(Content(key, value, label))
         return value if found is None else found
 
     def replace(self, key: str, value: dict[str, Any], label: str = "") -> None:
