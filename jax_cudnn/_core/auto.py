@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from .planning.placement import Site
 from .planning.planned_graph import Measured, PlannedGraph, Segments
 from .planning.split import whole
 from .planning.stored import row_of, said, segments_of
+from .primitive import in_jaxpr
 from .settings import settings
 from .user_context import AUTO, CUDNN, XLA
 
@@ -51,20 +52,11 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
     with progress.of_program(compat.program(ctx)) as first:
         site = context.site(devices, name)
         if first and isinstance(site, Profile) and len(devices) <= 1:
-            graphs = [*_graphs(compat.program_jaxpr())]
+            jaxpr = compat.program_jaxpr()
+            graphs = [] if jaxpr is None else [graph for _, graph in in_jaxpr(jaxpr)]
             if len(graphs) > 1:
                 placement.ahead(graphs, site)
         return plan_graph(spec, site, name, devices)
-
-
-def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
-    """Those of a jaxpr, equal ones too."""
-    for equation in () if jaxpr is None else jaxpr.eqns:
-        if isinstance(spec := equation.params.get("spec"), GraphSpec):
-            yield spec
-        else:
-            for inner in compat.inner_jaxprs(equation):
-                yield from _graphs(inner)
 
 
 def plan_graph(
