@@ -144,13 +144,14 @@ def _decided(
             what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
             raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
 
-    if agreement.leader(devices) is None:
+    if not (processes := agreement.participants(devices)):
         return decide(spec)
     # Nothing here may fail before the other processes learn of it: versions are read later.
     canonical = spec.canonical()
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     key, timeout = repr((canonical._key, gpu)), settings().job_timeout
-    record = agreement.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
+    question = agreement.Question(key, processes, name, identity, timeout)
+    record = agreement.agreed(question, make)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])
         return segments_of(record["segments"], spec, planner.identity(site)), measured

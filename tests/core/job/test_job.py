@@ -82,8 +82,8 @@ def job_of_two():
 
 def test_the_lowest_process_leads_where_this_one_takes_part(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 3)
-    for processes, leader in (((3, 3), None), ((0, 1), None), ((3, 1, 3), 1), ((3, 7), 3)):
-        assert agreement.leader(devices(*processes)) == leader
+    for processes, found in (((3, 3), []), ((0, 1), []), ((3, 1, 3), [1, 3]), ((3, 7), [3, 7])):
+        assert agreement.participants(devices(*processes)) == found
 
 
 def test_the_others_take_what_the_lowest_made(job_of_two, monkeypatch):
@@ -191,8 +191,8 @@ def test_ranks_with_other_libraries_are_refused(job_of_two, monkeypatch):
 
 def test_without_a_job_everybody_decides(monkeypatch):
     def ask(*processes):
-        options = {"name": "linear", "identity": lambda: VERSIONS, "timeout": 0.01}
-        return agreement.agreed("graph", devices(*processes), lambda: made, **options)
+        among = agreement.participants(devices(*processes))
+        return agreement.agreed(question(processes=among, timeout=0.01), lambda: made)
 
     made, store = {"tuple": (1, 2)}, Store()
     assert ask(0, 1) is made  # no jax.distributed
