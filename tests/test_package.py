@@ -125,7 +125,7 @@ FLOORS = {
     "graphs": "graph.layout graph.merging graph.boundary graph.tensor graph.arguments "
     "graph.builder graph.reference graph.xla_form graph.by_reference primitive",
     "transformations": "transforms transforms.*",
-    "stores": "store store.* job job.*",
+    "stores": "store store.* job",
     "planning": "context planning planning.*",
     "running": "ffi execution agreement operands trials candidates cuda_graphs tuning auto",
     "sharding": "sharding sharding.* partition",

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 
-from . import compat, context, tuning
+from . import compat, context, job, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
 from .graph.spec import GraphSpec
-from .job import agreement
 from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
 from .planning.placement import Site
@@ -144,14 +143,14 @@ def _decided(
             what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
             raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
 
-    if not (processes := agreement.participants(devices)):
+    if not (processes := job.participants(devices)):
         return decide(spec)
     # Nothing here may fail before the other processes learn of it: versions are read later.
     canonical = spec.canonical()
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     key, timeout = repr((canonical._key, gpu)), settings().job_timeout
-    question = agreement.Question(key, processes, name, identity, timeout)
-    record = agreement.agreed(question, make)
+    question = job.Question(key, processes, name, identity, timeout)
+    record = job.agreed(question, make)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])
         return segments_of(record["segments"], spec, planner.identity(site)), measured

@@ -110,7 +110,7 @@ MUTATIONS = {
     "damaged entries are believed": ("_core/store/entry.py", "if checksum(body) != header[2]:", "if False:"),
     "an import keeps what is unusable": ("_core/store/archive.py", "check(content._replace(value=there))", "pass"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
-    "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
+    "a failed attempt is repeated endlessly": ("_core/job.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
     "results read in the wrong dtype": ("_core/graph/boundary.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
     "results of late changes keep their dtype": ("interop/recorder.py", "if name in self._typed:", "if name not in self._typed:"),

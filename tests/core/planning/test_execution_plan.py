@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import auto
+from jax_cudnn._core import auto, job
 from jax_cudnn._core.cuda_graphs import _new_call_site
 from jax_cudnn._core.graph.boundary import boundary
-from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
 from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.deviceless import profiles
@@ -380,8 +379,8 @@ def test_an_altered_split_is_discarded_and_searched_anew(rows, store, monkeypatc
 
 def test_a_job_refuses_a_plan_that_is_not_for_its_graph(made_up_plans, monkeypatch):
     row = {"calls": [0, 1, 2], "plan": build(SPEC).to_json(), "reason": ""}
-    monkeypatch.setattr(agreement, "leader", lambda devices: 0)
-    monkeypatch.setattr(agreement, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
+    monkeypatch.setattr(job, "participants", lambda devices: [0, 1])
+    monkeypatch.setattr(job, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
     device = SimpleNamespace(device_kind="NVIDIA H200")
     (plan,) = auto.plan_graph(SPEC, H200, "f", [device]).execution_plans
     assert plan == build(SPEC)

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 
-from .. import compat, errors
-from ..compat import Device
-from ..errors import JaxCudnnError, JobError, LibraryError
+from . import compat, errors
+from .compat import Device
+from .errors import JaxCudnnError, JobError, LibraryError
 
 _FORMAT = 1  # of a record; not a part of its key, so that a process can say that it differs
 _LARGEST = 2**26  # bytes of a record: it has a plan for each segment
