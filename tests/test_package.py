@@ -125,10 +125,9 @@ FLOORS = {
     "graphs": "graph.layout graph.merging graph.boundary graph.tensor graph.arguments "
     "graph.builder graph.reference graph.xla_form graph.by_reference primitive",
     "transformations": "transforms transforms.*",
-    "stores": "store store.* job job.*",
+    "stores": "store store.* job",
     "planning": "context planning planning.*",
-    "running": "ffi lowering execution agreement operands trials candidates cuda_graphs "
-    "tuning auto",
+    "running": "ffi execution agreement operands trials candidates cuda_graphs tuning auto",
     "sharding": "sharding sharding.* partition",
     "tracing": "registrations graph.trace",
     "plans": "plans plans.* inspection inspection.*",

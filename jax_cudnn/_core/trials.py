@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import agreement, compat, ffi, lowering
+from . import agreement, compat, execution
 from .compat import Device
 from .cuda import CudaDevice
 from .graph.layout import layout
@@ -201,7 +201,7 @@ class Bench:
         """Runs a way several times in a row, each after the one before. Returns the last results,
         and an element of each other, else XLA would not compute those."""
         planned = PlannedGraph("measured", "", "", self._spec, segments)
-        once = self._arranged(functools.partial(lowering.run, planned, "measured", ffi.call))
+        once = self._arranged(functools.partial(execution.run, planned, "measured"))
 
         def run(*arrays: jax.Array) -> Any:
             results, used = once(*arrays), []

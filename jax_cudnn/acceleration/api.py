@@ -19,7 +19,7 @@ from .._core.errors import GraphTypeError, nearest, shown
 from .._core.graph.source import users_place
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
-from .._core.plans.collect import in_jaxpr
+from .._core.primitive import in_jaxpr
 from .._core.text import aligned
 from . import attention, epilogues, norms, region
 from .program import Missed, Program

@@ -23,8 +23,8 @@ from .._core.graph.spec import GraphSpec
 from .._core.planning import losses, placement
 from .._core.planning.deviceless.profiles import Profile
 from .._core.planning.planned_graph import XLA
-from .._core.plans.collect import in_jaxpr
 from .._core.plans.plans import default_devices
+from .._core.primitive import in_jaxpr
 from .._core.settings import settings
 from .values import ELEMENTWISE, LAYOUT, Call, Equation, Value, run_together
 

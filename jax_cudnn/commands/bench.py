@@ -128,6 +128,7 @@ def _operands(function: Callable[..., Any], avals: Sequence[Any]) -> list[jax.Ar
     keys = jax.random.split(jax.random.key(0), max(len(avals), 1))
     matrices = [len(a.shape) > 1 and jnp.issubdtype(a.dtype, jnp.floating) for a in avals]
     sizes = jax.jit(lambda *xs: [_rms(x) for x in jax.tree.leaves(function(*xs)) if x.size])
+    operands: list[jax.Array] = []
     scale = 1.0
     for _ in range(5):
         scales = [scale if wide else 1.0 for wide in matrices]

@@ -49,7 +49,7 @@ MUTATIONS = {
     "all float32 is TF32": ("_core/agreement.py", "TF32_EPS if rounds and", "TF32_EPS if True or"),
     "operands may be written": ("_core/trials.py", "agreement.wrong(self._spec, self._figures_of(reference(*self._operands)), _written)", "pass"),
     "a setting does not reach a mesh": ("_core/partition.py", "ways, current().tuning, values)", "ways, values)"),
-    "an import drops the choice of a step": ("_core/store/archive.py", "over = bool(content.value.get(\"step\")) and", "over = False and"),
+    "an import drops the choice of a step": ("_core/store/archive.py", "over = there is not None and bool(content.value.get(\"step\")) and", "over = False and"),
     "squares overflow": ("_core/agreement.py", "jnp.where(top > 0, top, 1)", "1.0"),
     "a choice does not reach a mesh": ("_core/partition.py", "where, ways, current", "where, current"),
     "a wrong way is taken where others are left out": ("_core/tuning.py", "if taken is None and not trials[0].wrong:", "if taken is None and not all(trial.wrong for trial in trials):"),
@@ -108,9 +108,9 @@ MUTATIONS = {
     "a failure is not tried twice": ("_core/planning/unsupported.py", "return attempt(fresh=True)", "raise first"),
     # store, job, custom call
     "damaged entries are believed": ("_core/store/entry.py", "if checksum(body) != header[2]:", "if False:"),
-    "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),
+    "an import keeps what is unusable": ("_core/store/archive.py", "check(content._replace(value=there))", "pass"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
-    "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
+    "a failed attempt is repeated endlessly": ("_core/job.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
     "results read in the wrong dtype": ("_core/graph/boundary.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
     "results of late changes keep their dtype": ("interop/recorder.py", "if name in self._typed:", "if name not in self._typed:"),

@@ -18,7 +18,7 @@ from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
 from ..planning.call_sets import CallSets, members
 from ..planning.split import part
-from ..primitive import Seen, cudnn_local_p, cudnn_p, observer
+from ..primitive import Seen, calls_in, observer, title
 
 # A graph's name, the graph, and how a mesh shards it -> where it is called -> how often.
 _Found = dict[tuple[str, GraphSpec, str], Counter[str]]
@@ -57,8 +57,9 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         else:
             run, arrays = _of_arrays(fn, args, static)
             jaxpr = compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jit does
-            for name, spec, place, times in _calls(jaxpr, 1):
-                found.setdefault((name, spec, ""), Counter())[place] += times
+            for call, times in calls_in(jaxpr):
+                graph = title(**call.params), call.params["spec"], ""
+                found.setdefault(graph, Counter())[users_place(compat.user_frames(call))] += times
             sharded = bool(found) and is_sharded(jaxpr, args)
     if sharded:
         found = _local(fn, args, static, found) or found
@@ -205,23 +206,6 @@ def _of_arrays(
         return fn(*positional, **keywords)
 
     return of_arrays, [leaves[i] for i in positions]
-
-
-def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
-    """All graphs of a jaxpr with their names, equal ones too."""
-    return ((name, spec) for name, spec, *_ in _calls(jaxpr, 1))
-
-
-def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
-    """Each call: the graph, its line in the user's code, and how often it runs; once in a while
-    loop and in each branch of a conditional, where that is unknown."""
-    for equation in jaxpr.eqns:
-        if equation.primitive in (cudnn_p, cudnn_local_p):
-            name, spec = equation.params["name"], equation.params["spec"]
-            yield name + spec.origin.suffix, spec, users_place(compat.user_frames(equation)), times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in compat.inner_jaxprs(equation):
-            yield from _calls(inner, times * turns)
 
 
 def _is_array(leaf: Any) -> bool:

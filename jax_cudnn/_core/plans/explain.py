@@ -119,8 +119,8 @@ class Report:
     def _repr_html_(self) -> str:
         shown = []
         for part in self._parts():
-            svg = part.svg() if isinstance(part, Picture) else None
-            shown.append(svg or f"<pre>{html.escape(str(part))}</pre>")
+            text = f"<pre>{html.escape(str(part))}</pre>"
+            shown.append(part.svg() if isinstance(part, Picture) else text)
         return re.sub(r' xmlns(:\w+)?="[^"]*"', "", "\n".join(shown))
 
     def _parts(self) -> Iterator[str | Picture]:

@@ -10,8 +10,8 @@ import pytest
 from helpers import spec_of
 
 import jax_cudnn as jc
+from jax_cudnn._core.execution import in_order
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.lowering import in_order
 from jax_cudnn._core.planning.split import Refusal, search
 
 POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}

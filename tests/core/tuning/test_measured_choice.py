@@ -17,7 +17,7 @@ import pytest
 from cases import all_cases
 
 import jax_cudnn as jc
-from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
+from jax_cudnn._core import agreement, auto, compat, execution, ffi, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.xla_form import NARROW, evaluate
@@ -139,7 +139,7 @@ def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatc
             results = evaluate(spec, *operands)
             return [2 * y for y in results] if products == NARROW else results
 
-        monkeypatch.setattr(lowering, "evaluate", form)
+        monkeypatch.setattr(execution, "evaluate", form)
     else:
         known = losses.Loss("p", 3.0, "H200", "today", "9.19", (), True)
         monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: known)
@@ -152,7 +152,7 @@ def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatc
         (segment,) = planned.segments
         assert segment.strict
         assert segment.reason.startswith("no measured way is right: cuDNN eng0")
-        got = lowering.run(planned, "f", ffi.call, x, x)
+        got = execution.run(planned, "f", x, x)
         np.testing.assert_array_equal(got[0], evaluate(SPEC, x, x)[0])
         measured, fake.measured = fake.measured, 0
         auto.clear()
