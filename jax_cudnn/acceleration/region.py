@@ -34,6 +34,10 @@ _CHEAP = {*ELEMENTWISE, *LAYOUT, "iota", "slice"}
 NO_BACKWARD = (
     "cuDNN has no backward of attention in float32; cast queries, keys and values to bfloat16"
 )
+USED = (
+    "its {} used elsewhere, too; if that is a backward pass, put accelerate around the function "
+    "that is differentiated: jax.grad(jc.accelerate(loss))"
+)
 FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. Please report this"
 
 
