@@ -57,7 +57,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         else:
             run, arrays = _of_arrays(fn, args, static)
             jaxpr = compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jit does
-            for name, spec, place, times in _calls(jaxpr, 1):
+            for name, spec, place, times in graph_calls(jaxpr):
                 found.setdefault((name, spec, ""), Counter())[place] += times
             sharded = bool(found) and is_sharded(jaxpr, args)
     if sharded:
@@ -209,10 +209,10 @@ def _of_arrays(
 
 def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
     """All graphs of a jaxpr with their names, equal ones too."""
-    return ((name, spec) for name, spec, *_ in _calls(jaxpr, 1))
+    return ((name, spec) for name, spec, *_ in graph_calls(jaxpr))
 
 
-def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
+def graph_calls(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, GraphSpec, str, int]]:
     """Each call: the graph, its line in the user's code, and how often it runs; once in a while
     loop and in each branch of a conditional, where that is unknown."""
     for equation in jaxpr.eqns:
@@ -221,7 +221,7 @@ def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
             yield name + spec.origin.suffix, spec, users_place(compat.user_frames(equation)), times
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in compat.inner_jaxprs(equation):
-            yield from _calls(inner, times * turns)
+            yield from graph_calls(inner, times * turns)
 
 
 def _is_array(leaf: Any) -> bool:
