@@ -140,7 +140,7 @@ class Bench:
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
         turns with the fastest one so far. Raises MemoryError where the reference is too large, and
-        :class:`.agreement.UntoldError` where it says nothing about others."""
+        :class:`.agreement.UninformativeError` where it says nothing about others."""
         xla = self._xla
         made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
@@ -150,7 +150,7 @@ class Bench:
         wait(made)  # else those that run would disturb XLA's autotuning
         try:
             found = self._compared(made)
-        except agreement.UntoldError:
+        except agreement.UninformativeError:
             self._put(plain=True)
             found = self._compared(made)
         right = {i: made[i].result() for i, trial in enumerate(found) if not trial.note}
@@ -238,7 +238,7 @@ class Bench:
             return Trial(note=_line(error), wrong=not failure.may_pass(str(error)))
         try:
             wrong = self._wrong(got)
-        except agreement.UntoldError:
+        except agreement.UninformativeError:
             raise
         except Exception as error:
             if isinstance(error, MemoryError) or failure.may_pass(str(error)):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from . import compat
-from .agreement import UntoldError
+from .agreement import UninformativeError
 from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
 from .graph.boundary import boundary
@@ -270,7 +270,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     except MemoryError as error:
         log.info("%s: not measured: too large for what is free of the memory", name)
         raise _NotMeasured(lasts=True) from error
-    except UntoldError as error:
+    except UninformativeError as error:
         log.info("%s: not measured: random operands do not tell right results from wrong", name)
         raise _NotMeasured(lasts=True) from error
     except (PlanningError, UnsupportedGraphError):

@@ -154,8 +154,8 @@ class DelayedScaling:
 
 def _of_all_devices(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Under :func:`jax.shard_map`, the maximum over the devices that share this state."""
-    apart = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
-    return jax.lax.pmax(amax, tuple(apart)) if apart else amax
+    axes = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
+    return jax.lax.pmax(amax, tuple(axes)) if axes else amax
 
 
 jax.tree_util.register_dataclass(

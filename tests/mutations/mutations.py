@@ -42,7 +42,7 @@ MUTATIONS = {
     "integers may differ": ("_core/agreement.py", "if of.other:", "if False:"),
     "XLA's faster form where no way is right": ("_core/planning/placement.py", "return (replace(segment, strict=True),)", "return (segment,)"),
     "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_APART * i)", "normal"),
-    "a reference of NaN tells": ("_core/agreement.py", "if not of.told:", "if False:"),
+    "a reference of NaN tells": ("_core/agreement.py", "if not of.informative:", "if False:"),
     "a step explains a whole result": ("_core/agreement.py", "if floats and not moved.relative <= _MOST:", "if False:"),
     "errors are not counted by size": ("_core/agreement.py", "if size >= worst", "if False"),
     "a wrong scale of float8": ("_core/agreement.py", "right &= float(of.bias) <= bias + _ROUNDINGS * float(moved.bias)", "pass"),
@@ -114,7 +114,7 @@ MUTATIONS = {
     "results read in the wrong dtype": ("_core/graph/boundary.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
     "results of late changes keep their dtype": ("interop/recorder.py", "if name in self._typed:", "if name not in self._typed:"),
-    "packed tokens turned the wrong way": ("interop/attention.py", "pairs = [(turn, name, apart.name)]", "pairs = [(vocabulary().reshape(apart.shape), name, apart.name)]"),
+    "packed tokens turned the wrong way": ("interop/attention.py", "pairs = [(turn, name, tokens.name)]", "pairs = [(vocabulary().reshape(tokens.shape), name, tokens.name)]"),
     "accelerate forgets containers": ("flax/accelerate.py", "made[key] = self.of(inner, (*path, str(key)))", "made[key] = inner"),
     "running statistics swapped": ("flax/normalization.py", "layer.mean[...], layer.var[...] = jax", "layer.var[...], layer.mean[...] = jax"),
     "einsum's batch axes are summed": ("flax/linear.py", "[c for c in both if c in result]", "[]"),

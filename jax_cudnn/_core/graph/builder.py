@@ -111,22 +111,26 @@ class GraphBuilder:
         given = bound.arguments
         try:
             compute = given.pop("compute_data_type", None)
-            if compute is None and cls.product:
-                compute = self._options.compute_data_type
             given.pop("name", None)
             given = cls.prepared(dict(given))
             ports = dict(ports_of(cls, given))
             node = cls.create(**given)
             hash(node)  # an attribute that is not static raises
-            if all(isinstance(value, numbers.Number) for value in ports.values()):
-                raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
-            beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
-            inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
-            return self._append(computed(node, compute, inputs), inputs)
+            return self._call(node, ports, compute)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
             error.where = error.where or user_line()
             raise
+
+    def _call(self, node: Node, ports: dict[str, Any], compute: str | None) -> Any:
+        """Adds an operation for what was written at its ports, with the compute type if stated."""
+        if compute is None and node.product:
+            compute = self._options.compute_data_type
+        if all(isinstance(value, numbers.Number) for value in ports.values()):
+            raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
+        beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
+        inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
+        return self._append(computed(node, compute, inputs), inputs)
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
         outputs = inferred(node, inputs)

@@ -102,7 +102,7 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         else:
             classes.keep_whole(*(axis for row in rows for axis in row))
     for tensor in spec.tensors:
-        classes.apart(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
+        classes.keep_diagonals_whole(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
     sets: dict[int, set[tuple[str, int]]] = {}
     for axis, known in ids.items():
         if known is not None:
@@ -224,7 +224,7 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
                 if size != 1
             )
     trace, values = _traced(node, inputs, outs)
-    trace.settle()
+    trace.resolve()
     classes, sets = trace.classes, {}
     for port, x in values.items():
         for axis, known in enumerate(x.axes):
@@ -285,7 +285,7 @@ def _of_partial(
     assert over is not None
     for port, kind in given:
         values[port].partial[over] = kind
-    trace.settle()
+    trace.resolve()
     return None if trace.classes.whole(over) else dict(_partial(values, outs, over))
 
 
@@ -334,7 +334,7 @@ def _traced(
             rank = min(len(a), len(b))
             trace.classes.join_all(a[len(a) - rank :], b[len(b) - rank :])
     for x in values.values():
-        trace.classes.apart(x.axes)
+        trace.classes.keep_diagonals_whole(x.axes)
     return trace, values
 
 

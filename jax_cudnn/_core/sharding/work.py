@@ -81,13 +81,13 @@ class Work:
 def work(
     spec: GraphSpec,
     given: tuple[Sharding, ...],
-    asked: tuple[Sharding, ...],
+    wanted: tuple[Sharding, ...],
     mesh: tuple[tuple[str, int], ...],
     sums: bool = True,
 ) -> Work:
     """What each device does for operands with these shardings, and results that should have those
-    of ``asked``, if any. Without ``sums``, what devices would add up is gathered."""
-    sizes, goal = dict(mesh), dict(zip(spec.outputs, asked, strict=False))
+    of ``wanted``, if any. Without ``sums``, what devices would add up is gathered."""
+    sizes, goal = dict(mesh), dict(zip(spec.outputs, wanted, strict=False))
     at = _At(sizes, dict(zip(spec.inputs, given, strict=True)))
     stages: list[tuple[tuple[Move, ...], GraphSpec]] = []
     operands: tuple[Sharding, ...] = ()

@@ -14,6 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, frozen
+from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
@@ -71,10 +72,26 @@ class Convolution(Node):
         pre_padding: Sequence[int] | None = None,
         post_padding: Sequence[int] | None = None,
     ) -> Self:
-        return cls(
-            **spatial_attributes(
-                padding, stride, dilation, convolution_mode, pre_padding, post_padding
+        if padding is not None and (pre_padding is not None or post_padding is not None):
+            raise GraphError(
+                "padding is given twice",
+                expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
+                got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
             )
+        mode = getattr(convolution_mode, "name", convolution_mode)
+        if mode not in MODES:
+            raise GraphError(
+                "unknown convolution_mode",
+                expected=" or ".join(map(repr, MODES)),
+                got=repr(convolution_mode),
+            )
+        both = () if padding is None else integers("padding", padding)
+        return cls(
+            integers("pre_padding", both if pre_padding is None else pre_padding),
+            integers("post_padding", both if post_padding is None else post_padding),
+            integers("stride", stride, 1),
+            integers("dilation", dilation, 1),
+            mode,
         )
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -199,6 +216,10 @@ class Convolution(Node):
         }
         return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
 
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        _, weight, result = (shapes[port] for port in self.roles)
+        return 2 * math.prod(result) * math.prod(weight[1:])
+
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
         """The shape of Y for an image and a weight; GraphError if they do not fit.
 
@@ -300,18 +321,39 @@ class ConvolutionGradient(Convolution):
         post_padding: Sequence[int] | None = None,
         out_dims: Sequence[int] | None = None,
     ) -> Self:
-        spatial = spatial_attributes(
-            padding, stride, dilation, convolution_mode, pre_padding, post_padding
-        )
-        return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
+        sides = {"pre_padding": pre_padding, "post_padding": post_padding}
+        made = super().create(padding, stride, dilation, convolution_mode, **sides)
+        dims = None if out_dims is None else integers("out_dims", out_dims)
+        return dataclasses.replace(made, out_dims=dims)
 
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         (out,) = self.ports.output_names
         shape = grown(tensors[out].shape, axes[out], size)
         return Fold(axes, dataclasses.replace(self, out_dims=shape))
 
-    def check_forward(self, image: Tensor, weight: Tensor, loss: Tensor) -> None:
-        """GraphError unless the convolution of image and weight has the loss's shape."""
+    def smallest(self, first: Shape, second: Shape) -> Shape:
+        """The shape that follows from those of the inputs, for one group."""
+        raise NotImplementedError
+
+    def result_shape(self, *inputs: Shape) -> Shape:
+        """``out_dims``, or if omitted the shape that follows from the inputs."""
+        if self.out_dims is not None:
+            return self.out_dims
+        shape = self.smallest(*inputs)
+        if any(isinstance(size, int) and size < 1 for size in shape[2:]):
+            raise GraphError(
+                f"no size of {self.ports.output_names[0]} gives this loss",
+                expected="padding smaller than the window's reach, and a loss that fits the image",
+                got=f"spatial dimensions {list(shape[2:])}",
+            )
+        return shape
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        (out,) = self.ports.output_names
+        shape, loss = self.result_shape(*(t.shape for t in inputs.values())), inputs["loss"]
+        of_forward = {**inputs, out: dataclasses.replace(loss, name=out, shape=shape)}
+        image, weight = (of_forward[port] for port in self.roles[:2])
         want = self.forward_shape(image, weight)
         if want != loss.shape:
             raise GraphError(
@@ -322,47 +364,4 @@ class ConvolutionGradient(Convolution):
                 fix="out_dims (or .set_dim on the result) must be the shape of the image or weight "
                 "of the forward",
             )
-
-    def default_dims(self, name: str, first: Shape, *spatial: int) -> Shape:
-        """``out_dims``, or if omitted the shape that follows from the inputs."""
-        if self.out_dims is not None:
-            return self.out_dims
-        if any(isinstance(size, int) and size < 1 for size in spatial):
-            raise GraphError(
-                f"no size of {name} gives this loss",
-                expected="padding smaller than the window's reach, and a loss that fits the image",
-                got=f"spatial dimensions {list(spatial)}",
-            )
-        return (*first, *spatial)
-
-
-def spatial_attributes(
-    padding: Sequence[int] | None,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    convolution_mode: Any,
-    pre_padding: Sequence[int] | None,
-    post_padding: Sequence[int] | None,
-) -> dict[str, Any]:
-    """The fields of a Convolution from pygraph's keywords; checks them."""
-    if padding is not None and (pre_padding is not None or post_padding is not None):
-        raise GraphError(
-            "padding is given twice",
-            expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
-            got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
-        )
-    mode = getattr(convolution_mode, "name", convolution_mode)
-    if mode not in MODES:
-        raise GraphError(
-            "unknown convolution_mode",
-            expected=" or ".join(map(repr, MODES)),
-            got=repr(convolution_mode),
-        )
-    both = () if padding is None else integers("padding", padding)
-    return {
-        "pre_padding": integers("pre_padding", both if pre_padding is None else pre_padding),
-        "post_padding": integers("post_padding", both if post_padding is None else post_padding),
-        "stride": integers("stride", stride, 1),
-        "dilation": integers("dilation", dilation, 1),
-        "convolution_mode": mode,
-    }
+        return {out: (shape, product_dtype(inputs))}

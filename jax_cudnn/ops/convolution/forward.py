@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +114,6 @@ class ConvFprop(Convolution):
             wrong=(0, 28) if tensors["Y"].dtype == "int32" else wrong,
             knob="KERNEL_CFG" if pointwise and several else "",
         )
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -33,64 +34,30 @@ _COMPARED = (
 _BOOLS = tuple(Example({"a": shape, "b": shape}, "bool") for shape in (IMAGES, ROWS))
 
 
-@elementwise(result="bool", jax_names=("equal", "eq"), examples=_COMPARED)
-def cmp_eq(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input == comparison``: booleans; dimensions of size 1 broadcast.
+def _comparison(
+    mode: str, sign: str, compare: Callable[[Any, Any], Any], *jax_names: str
+) -> type[Pointwise]:
+    """The node ``cmp_<mode>``, written as the operator ``sign``."""
 
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_EQ``.
+    def cmp(input: jax.Array, comparison: jax.Array) -> jax.Array:
+        return compare(input, comparison)
+
+    of_nan = compare(math.nan, math.nan)
+    cmp.__name__ = f"cmp_{mode}"
+    cmp.__doc__ = f"""Whether ``input {sign} comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); {of_nan} where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_{mode.upper()}``.
     """
-    return input == comparison
+    return elementwise(result="bool", jax_names=jax_names, examples=_COMPARED)(cmp)
 
 
-@elementwise(result="bool", jax_names=("not_equal", "ne"), examples=_COMPARED)
-def cmp_neq(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input != comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); True where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_NEQ``.
-    """
-    return input != comparison
-
-
-@elementwise(result="bool", jax_names=("greater", "gt"), examples=_COMPARED)
-def cmp_gt(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input > comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GT``.
-    """
-    return input > comparison
-
-
-@elementwise(result="bool", jax_names=("greater_equal", "ge"), examples=_COMPARED)
-def cmp_ge(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input >= comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GE``.
-    """
-    return input >= comparison
-
-
-@elementwise(result="bool", jax_names=("less", "lt"), examples=_COMPARED)
-def cmp_lt(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input < comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LT``.
-    """
-    return input < comparison
-
-
-@elementwise(result="bool", jax_names=("less_equal", "le"), examples=_COMPARED)
-def cmp_le(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input <= comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LE``.
-    """
-    return input <= comparison
+cmp_eq = _comparison("eq", "==", operator.eq, "equal", "eq")
+cmp_neq = _comparison("neq", "!=", operator.ne, "not_equal", "ne")
+cmp_gt = _comparison("gt", ">", operator.gt, "greater", "gt")
+cmp_ge = _comparison("ge", ">=", operator.ge, "greater_equal", "ge")
+cmp_lt = _comparison("lt", "<", operator.lt, "less", "lt")
+cmp_le = _comparison("le", "<=", operator.le, "less_equal", "le")
 
 
 @elementwise(dtypes=("bool",), jax_names=("logical_and", "bitwise_and"), examples=_BOOLS)
