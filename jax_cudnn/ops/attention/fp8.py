@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
@@ -45,6 +46,9 @@ class Fp8Base(AttentionBase):
     """The dtype of scales and descales."""
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
     """Ports that are neither fp8 nor scales, with their dtypes."""
+    rounded: ClassVar[Mapping[str, str]] = {}
+    """What the reference rounds, by the names of :class:`Fp8Attention`, with the operands whose
+    dtypes it takes."""
 
     def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
         """The shape of a scale or descale."""
@@ -84,6 +88,24 @@ class Fp8Base(AttentionBase):
         if not batched & common:
             yield Fold(dict.fromkeys({*tensors} - common, 0), summed=_AMAX)
 
+    def descaled(self, port: str, x: jax.Array, descale: jax.Array, backward: bool) -> jax.Array:
+        """An fp8 operand times its descale."""
+        return x.astype(jnp.float32) * descale
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        kinds = {name: str(arrays[port].dtype) for name, port in self.rounded.items()}
+        attention = Fp8Attention(self.attn_scale, self.band, **kinds)
+        applied = {f"descale_{port}": port for port in arrays if f"descale_{port}" in arrays}
+        wide = {
+            port: x if port in LENGTHS else x.astype(jnp.float32)
+            for port, x in arrays.items()
+            if port not in applied
+        }
+        for name, port in applied.items():
+            wide[port] = self.descaled(port, arrays[port], arrays[name], "dO" in arrays)
+        found = attention.gradients(wide) if "dO" in arrays else attention.results(wide)
+        return tuple(found[port] for port in self.results)
+
     def is_common(self, port: str) -> bool:
         """Whether all batch elements share an operand."""
         return port.startswith(("scale_", "descale_"))
@@ -100,6 +122,7 @@ class Fp8Forward(Fp8Base):
     O, by default q's."""
 
     out: ClassVar[str] = ""
+    rounded: ClassVar = {"weights": "q"}
 
     @property
     def results(self: Any) -> tuple[str, ...]:
@@ -227,11 +250,6 @@ class SdpaFp8(Fp8Forward):
     generate_stats: bool = True
     gradients = gradients
 
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
-        found = dict(zip(self.ports.output_names, made, strict=True))
-        return tuple(found[port] for port in self.results)
-
     def backward(self) -> Node:
         """The node that computes the gradients."""
         shared = ("attn_scale", "diagonal_alignment", *self.bounds)
@@ -293,6 +311,7 @@ class SdpaFp8Backward(Fp8Backward):
         "128); seq_len_q and seq_len_kv together"
     )
     rounding = _ROUNDING.format("weights and their gradients")
+    rounded: ClassVar = {"weights": "q", "slopes": "dO"}
     examples = (
         _example(
             {
@@ -316,7 +335,3 @@ class SdpaFp8Backward(Fp8Backward):
                 "pass the lengths as seq_len_q and seq_len_kv"
             )
         return super().support(tensors, graph)
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
-        return tuple(found[port] for port in self.results)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
@@ -17,7 +16,6 @@ from ..._core.reasons import Reason
 from ..mxfp8 import dequantize_mxfp8, scales_shape
 from .base import AttentionBase
 from .fp8 import Fp8Backward, Fp8Base, Fp8Forward
-from .fp8_reference import MxAttention
 
 if TYPE_CHECKING:
     from ..._core.graph.spec import GraphSpec, Tensor
@@ -70,16 +68,8 @@ class BlockScaled(Fp8Base):
                 tensor.set_reordering_type(cudnn.tensor_reordering.F8_128x4)
         return super().emit(pygraph, tensors, common)
 
-    def dequantized(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """All operands except the scales, in float32."""
-        found = {}
-        for port, x in arrays.items():
-            if f"descale_{port}" in arrays:
-                axis = _along(port, "stats" in arrays)
-                found[port] = dequantize_mxfp8(x, arrays[f"descale_{port}"], axis)
-            elif not port.startswith("descale_"):
-                found[port] = x if port.startswith("seq_len") else x.astype(jnp.float32)
-        return found
+    def descaled(self, port: str, x: jax.Array, descale: jax.Array, backward: bool) -> jax.Array:
+        return dequantize_mxfp8(x, descale, _along(port, backward))
 
 
 @register
@@ -137,12 +127,6 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
     diagonal_band_left_bound: int | None = None
     diagonal_band_right_bound: int | None = None
     generate_stats: bool = True
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
-        made = attention.forward(self.dequantized(arrays))
-        found = dict(zip(self.ports.output_names, made, strict=True))
-        return tuple(found[port] for port in self.results)
 
 
 @register
@@ -214,7 +198,3 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
                 "the order of the scales of q_T and k_T is unknown for head sizes above 128"
             )
         return super().support(tensors, graph)
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
-        return tuple(found[port] for port in self.results)
