@@ -25,7 +25,7 @@ from ..._core.graph.node import (
 )
 from ..._core.reasons import Reason
 from . import extras
-from .bias import LENGTHS, HasBias, check_int32
+from .bias import LENGTHS, HasBias, HasLengths, check_int32
 from .reference import Attention, Band, bound
 from .score_mod.value import folds, is_operand
 from .score_mod.written import prepared
@@ -181,7 +181,7 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 
 
 @frozen
-class AttentionBase(Node):
+class AttentionBase(HasLengths):
     """What attention nodes of all dtypes share. ``bounds`` names the fields with the bounds of the
     diagonal band, whose names differ between pygraph's methods."""
 
@@ -301,9 +301,6 @@ class SdpaBase(AttentionBase, HasBias):
         self.checked(inputs, {})
         self.check_bias(inputs)
         extras.check(self, inputs)
-
-    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
-        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
 
     def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
         drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made

@@ -25,6 +25,7 @@ from .arguments import (
     scalar_scale,
     scores_of,
 )
+from .bias import LENGTHS
 from .fp8_tangent import Quantize
 from .reference import Band
 
@@ -53,7 +54,7 @@ def _placed(x):
 
 
 def _padding(lengths):
-    return {} if lengths is None else {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    return dict(zip(LENGTHS, lengths, strict=False))
 
 
 def _current(g, operands, scales, lengths, **attributes):
@@ -192,7 +193,7 @@ def dot_product_attention_fp8(
     else:
         out = _delayed(kind, operands, lengths, scaling)
     out = jnp.swapaxes(out, 1, 2)
-    if lengths is not None:  # cuDNN 9.19 writes some rows after the last query on an H200
+    if lengths:  # cuDNN 9.19 writes some rows after the last query on an H200
         out = jnp.where(jnp.arange(out.shape[1]).reshape(1, -1, 1, 1) < lengths[0], out, 0)
     return out if had_batch else out[0]
 

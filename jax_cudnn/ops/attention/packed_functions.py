@@ -25,6 +25,7 @@ from .arguments import (
     scaled,
     static_integer,
 )
+from .bias import LENGTHS
 from .masks import fill_with_mean, masked_bias
 from .nodes import Sdpa
 from .packed import Packed
@@ -189,8 +190,7 @@ def _in_elements(
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
-    if lengths is not None:
-        ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    ports |= zip(LENGTHS, lengths, strict=False)
     node = StoredSdpa(Sdpa.create(**attributes), InOneArray(heads))
     return g._append(node, {port: x._state for port, x in ports.items()})
 

@@ -143,7 +143,6 @@ def paged_dot_product_attention(
     key_value_seq_lengths = int32("key_value_seq_lengths", key_value_seq_lengths)
     scores = batch, heads, count, pages * slots.shape[1]
     lengths = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
-    assert lengths is not None
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
