@@ -175,17 +175,6 @@ def integers(
     return x
 
 
-def static_integer(name: str, x: Any) -> int:
-    if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
-        raise GraphError(
-            f"{name} is not valid",
-            expected="a Python integer of at least 1",
-            got=shown(x),
-            why="it is static: each value needs its own plan",
-        )
-    return int(x)
-
-
 def lengths_of(scores: Shape, queries: Any, keys: Any) -> Lengths:
     """Both lengths, in range; none if neither is given."""
     if queries is None and keys is None:
