@@ -93,7 +93,7 @@ class Fp8Base(AttentionBase):
         return x.astype(jnp.float32) * descale
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        kinds = {name: str(arrays[port].dtype) for name, port in self.rounded.items()}
+        kinds: Any = {name: str(arrays[port].dtype) for name, port in self.rounded.items()}
         attention = Fp8Attention(self.attn_scale, self.band, **kinds)
         applied = {f"descale_{port}": port for port in arrays if f"descale_{port}" in arrays}
         wide = {
@@ -199,9 +199,8 @@ class SdpaFp8(Fp8Forward):
         q: (B, H, Sq, D) in fp8.
         k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
         v: (B, N, Skv, E) of q's dtype.
-        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
-        descale_k: the descale of k.
-        descale_v: the descale of v.
+        descale_q, descale_k, descale_v: the descales of q, k and v, (1, 1, 1, 1) in float32 like
+            all scales.
         descale_s: the descale of the weights, ``1 / scale_s``.
         scale_s: the scale of the weights; the largest finite fp8 value is safe, as weights are at
             most 1.
@@ -273,24 +272,15 @@ class SdpaFp8Backward(Fp8Backward):
         o: O from ``sdpa_fp8``, (B, H, Sq, E) in fp8.
         dO: the gradient with respect to O, in fp8; float8_e5m2 has more range for it.
         stats: Stats from ``sdpa_fp8``, (B, H, Sq, 1) in float32.
-        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
-        descale_k: the descale of k.
-        descale_v: the descale of v.
-        descale_o: the descale of o.
-        descale_dO: the descale of dO.
+        descale_q, descale_k, descale_v, descale_o, descale_dO: the descales of these operands,
+            (1, 1, 1, 1) in float32 like all scales.
         descale_s: the descale of the weights, ``1 / scale_s``.
         descale_dP: the descale of dS, ``1 / scale_dP``.
         scale_s: as in ``sdpa_fp8``.
-        scale_dQ: the scale of dQ.
-        scale_dK: the scale of dK.
-        scale_dV: the scale of dV.
+        scale_dQ, scale_dK, scale_dV: the scales of the results.
         scale_dP: the scale of dS.
-        seq_len_q: as in ``sdpa_fp8``.
-        seq_len_kv: as in ``sdpa_fp8``.
-        attn_scale: as in ``sdpa_fp8``.
-        diagonal_alignment: as in ``sdpa_fp8``.
-        left_bound: as in ``sdpa_fp8``.
-        right_bound: as in ``sdpa_fp8``.
+        seq_len_q, seq_len_kv, attn_scale: as in ``sdpa_fp8``.
+        diagonal_alignment, left_bound, right_bound: as in ``sdpa_fp8``.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
 
     Returns: dQ, dK, dV of dO's dtype (or another by ``set_data_type``), and the largest absolute

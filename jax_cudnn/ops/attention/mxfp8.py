@@ -94,8 +94,7 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
         seq_len_kv: the number of keys; requires seq_len_q.
         attn_scale: factor of the scores.
         diagonal_alignment: as in ``sdpa``.
-        diagonal_band_left_bound: as in ``sdpa``.
-        diagonal_band_right_bound: as in ``sdpa``.
+        diagonal_band_left_bound, diagonal_band_right_bound: as in ``sdpa``.
         generate_stats: whether to return Stats.
 
     Returns: O, (B, H, Sq, E) in bfloat16; Stats as in ``sdpa``; Amax_O, the largest absolute value
@@ -150,17 +149,9 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
         dO: the same in fp8, blocks along E.
         dO_T: the same, blocks along the queries.
         stats: Stats from ``sdpa_mxfp8``, (B, H, Sq, 1) in float32.
-        descale_q: the scales of q from :func:`jax_cudnn.ops.quantize_mxfp8`.
-        descale_q_T: the scales of q_T.
-        descale_k: the scales of k.
-        descale_k_T: the scales of k_T.
-        descale_v: the scales of v.
-        descale_dO: the scales of dO.
-        descale_dO_T: the scales of dO_T.
-        seq_len_q: as in ``sdpa_mxfp8``.
-        seq_len_kv: as in ``sdpa_mxfp8``.
-        attn_scale: as in ``sdpa_mxfp8``.
-        diagonal_alignment: as in ``sdpa_mxfp8``.
+        descale_q, descale_q_T, descale_k, descale_k_T, descale_v, descale_dO, descale_dO_T: the
+            scales of these operands from :func:`jax_cudnn.ops.quantize_mxfp8`.
+        seq_len_q, seq_len_kv, attn_scale, diagonal_alignment: as in ``sdpa_mxfp8``.
         left_bound: ``diagonal_band_left_bound`` of ``sdpa_mxfp8``.
         right_bound: ``diagonal_band_right_bound`` of ``sdpa_mxfp8``.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.

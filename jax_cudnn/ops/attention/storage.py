@@ -330,4 +330,4 @@ class InOneArray(Storage):
         return {**found, "dQKV": jnp.swapaxes(whole, 1, 2)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        return batch_folds(batched, tensors, tensors, "qkv")
+        return map(Fold, batch_folds(batched, tensors, tensors, "qkv"))
