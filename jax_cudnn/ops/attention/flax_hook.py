@@ -226,11 +226,16 @@ def _seen(
     lengths: jax.Array | None,
     bottom_right: bool,
 ) -> jax.Array | None:
-    """The keys within band and lengths, as a mask that broadcasts to (*batch, 1, T, S)."""
+    """The keys within band and lengths, as a mask (*batch or 1, 1, T, S)."""
     band = band_of(is_causal, window, bottom_right)
     if band.left is band.right is lengths is None:
         return None
     (*batch, t, _, _), s = query.shape, key.shape[-3]
-    count = s if lengths is None else lengths.reshape(*batch, 1, 1, 1)
-    i, j = jnp.arange(t)[:, None], jnp.arange(s)
+    count = (
+        jnp.asarray(s).reshape((1,) * (len(batch) + 3))
+        if lengths is None
+        else lengths.reshape(*batch, 1, 1, 1)
+    )
+    ones = (1,) * (len(batch) + 1)
+    i, j = jnp.arange(t).reshape(*ones, t, 1), jnp.arange(s).reshape(*ones, 1, s)
     return (j < count) & band.sees(i, j, count - t)

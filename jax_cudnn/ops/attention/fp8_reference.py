@@ -53,7 +53,9 @@ class Fp8Attention(Attention):
         scaling."""
         found = self.backward(arrays)
         largest = {f"amax_{name}": _amax(value) for name, value in found.items()}
-        return {n: x * arrays.get(f"scale_{n}", 1) for n, x in found.items()} | largest
+        for name in ("dQ", "dK", "dV"):
+            found[name] = found[name] * arrays.get(f"scale_{name}", 1)
+        return found | largest
 
     def _of_rows(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
         """As in a kernel with a single pass over the keys, weights are rounded relative to the
