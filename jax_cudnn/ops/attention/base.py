@@ -25,9 +25,9 @@ from ..._core.graph.node import (
 )
 from ..._core.reasons import Reason
 from . import extras
-from .bias import LENGTHS, HasBias, check_int32
+from .bias import LENGTHS, HasBias, HasLengths, check_int32
 from .reference import Attention, Band, bound
-from .score_mod.value import folds, is_operand
+from .score_mod.value import is_operand
 from .score_mod.written import prepared
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ _REQUIRES = (
     "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
     "sizes that are multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
+_GIVEN_MASK = "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
 
 
 @frozen
@@ -129,15 +130,16 @@ def odd_heads(tensors: Mapping[str, Tensor]) -> Reason | None:
 
 def batch_folds(
     batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
-) -> Iterable[Fold]:
-    """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
-    stays shared if possible."""
-    bias = tensors.get("bias")
-    shared = bias is not None and bias.shape[0] == 1
-    if shared and "bias" not in batched and "dBias" not in tensors:
-        yield Fold(dict.fromkeys({*ports} - {"bias"}, 0))
-    if bias is None or bias.shape[0] == tensors[queries].shape[0]:
-        yield Fold(dict.fromkeys(ports, 0))
+) -> Iterable[dict[str, int]]:
+    """The ways to fold a vmap dimension into the batch of these ports; a bias and operands of
+    score_mod that the batch shares stay shared if possible, except for a bias whose gradient is
+    wanted."""
+    one = {p for p in ports if (p == "bias" or is_operand(p)) and tensors[p].shape[0] == 1}
+    shared = one - {*batched} - ({"bias"} if "dBias" in tensors else set())
+    for kept in (shared, set()) if shared else (shared,):
+        mapped = [port for port in ports if port not in kept]
+        if mapped and all(tensors[p].shape[0] == tensors[queries].shape[0] for p in mapped):
+            yield dict.fromkeys(mapped, 0)
 
 
 _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
@@ -181,7 +183,7 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 
 
 @frozen
-class AttentionBase(Node):
+class AttentionBase(HasLengths):
     """What attention nodes of all dtypes share. ``bounds`` names the fields with the bounds of the
     diagonal band, whose names differ between pygraph's methods."""
 
@@ -302,9 +304,6 @@ class SdpaBase(AttentionBase, HasBias):
         self.check_bias(inputs)
         extras.check(self, inputs)
 
-    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
-        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
-
     def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
         drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
         return ("dropout_mask",) if drawn else (), self
@@ -324,7 +323,7 @@ class SdpaBase(AttentionBase, HasBias):
         if reason := super().support(tensors, graph):
             return reason
         if self.score_mod is None:
-            return extras.refusal(tensors)
+            return Reason(_GIVEN_MASK) if "dropout_mask" in tensors else None
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
             return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")
@@ -359,12 +358,12 @@ class SdpaBase(AttentionBase, HasBias):
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
-        ports = extras.folds(batched, tensors)
-        if ports and self.score_mod is None:
-            yield from batch_folds(batched, tensors, ports, "q")
-        elif ports and self.score_mod is not None:
-            further = {port: tensors[port] for port in ports}
-            for axes in folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors)):
+        if self.score_mod is not None and self.score_mod.counts_examples:
+            return
+        for axes in batch_folds(batched, tensors, extras.folds(batched, tensors), "q"):
+            if self.score_mod is None:
+                yield Fold(axes)
+            else:
                 mod = self.score_mod.folded(size, axes)
                 yield Fold(axes, dataclasses.replace(self, score_mod=mod))
 

@@ -25,7 +25,6 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.node import advanced
-from ..._core.reasons import Reason
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -110,16 +109,6 @@ def tiles(queries: int, keys: int, packed: bool = False) -> tuple[int, int]:
     return -(-queries // TILE), -(-columns // BITS) if packed else columns
 
 
-# -- what cuDNN gets -------------------------------------------------------------------------------
-
-
-def refusal(inputs: Collection[str]) -> Reason | None:
-    """Why cuDNN does not run these operands, or None."""
-    if "dropout_mask" in inputs:
-        return Reason("a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset")
-    return None
-
-
 # -- the reference ---------------------------------------------------------------------------------
 
 
@@ -191,4 +180,4 @@ def folds(batched: frozenset[str], tensors: Tensors) -> Collection[str]:
     shared = {port for port in SHARED if port in tensors}
     if "seed" in tensors or "dropout_mask" in tensors or batched & shared:
         return ()
-    return () if "dSink_token" in tensors else tensors.keys() - shared
+    return () if "dSink_token" in tensors else [p for p in tensors if p not in shared]

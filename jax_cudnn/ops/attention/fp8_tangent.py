@@ -107,7 +107,7 @@ class QuantizeGradient(Node):
     """The largest number of the dtype of q and k."""
     dtype: str = E5M2
     results_ = (
-        "dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
+        "dO", "scale_dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
         "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
     )  # fmt: skip
     ports = derived_ports(
@@ -145,28 +145,10 @@ class QuantizeGradient(Node):
         """Scales are constants: later operations divide by them."""
         if "grad" not in tangents:
             return {}
-        to = Quantize("float32")
-        along = g.apply(to, input=tangents["grad"], scale=inputs["scale_o"])[0]
-        return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
-
-
-@frozen
-class Unscale(Node):
-    """``input / descale`` in float32."""
-
-    method = "unscale"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
-    xla_only = EVEN_IF_STRICT
-    ports = derived_ports(("input", "descale"), ("OUT_0",))
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        return {"OUT_0": (inputs["input"].shape, "float32")}
-
-    def reference(self, *, input: jax.Array, descale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (input.astype(jnp.float32) / descale.astype(jnp.float32),)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {"input"}
+        along = tangents["grad"]
+        for scale in (inputs["scale_o"], outputs["scale_dO"]):
+            (along,) = g.apply(Quantize("float32"), input=along, scale=scale)
+        return {"dO": along}
 
 
 def _largest(x: jax.Array) -> jax.Array:

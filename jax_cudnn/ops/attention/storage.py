@@ -81,7 +81,7 @@ class Storage:
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         """The operands at ``integers`` in the bounds of the arrays."""
-        return clipped_lengths(given, *self.scores(tensors)[2:])
+        return clipped_lengths(self.scores(tensors), given)
 
     def emit(
         self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
@@ -330,4 +330,4 @@ class InOneArray(Storage):
         return {**found, "dQKV": jnp.swapaxes(whole, 1, 2)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        return batch_folds(batched, tensors, tensors, "qkv")
+        return map(Fold, batch_folds(batched, tensors, tensors, "qkv"))

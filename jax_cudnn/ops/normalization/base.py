@@ -19,8 +19,6 @@ from ..._core.reasons import Reason
 from .extents import Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..._core.graph.node import Tensors, Values
     from ..._core.graph.spec import Call, GraphSpec, Tensor
     from ..._core.graph.tensor import GraphTensor

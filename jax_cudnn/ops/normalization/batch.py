@@ -24,9 +24,8 @@ from .channels import (
     ROUNDING,
     BackwardOfChannels,
     ForwardOfChannels,
-    backward_example,
 )
-from .extents import Spatial
+from .extents import Spatial, backward_example
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors, Values
@@ -74,7 +73,7 @@ class BatchnormBackward(BackwardOfChannels):
     dims = BACKWARD_DIMS
     requires = "channels a multiple of 8"
     extent = Spatial(batch=True)
-    examples = (backward_example(IMAGES),)
+    examples = (backward_example(IMAGES, CHANNELS, CHANNELS, wide=("scale",)),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:

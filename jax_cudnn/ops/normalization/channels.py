@@ -11,26 +11,15 @@ from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .base import ANCHOR, BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
-from .extents import Spatial
+from .extents import Spatial, backward_example
 
 if TYPE_CHECKING:
-    from ..._core.graph.dims import Shape
     from ..._core.graph.node import Tensors
     from ..._core.graph.spec import GraphSpec, Tensor
 
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 OF_CHANNELS = ANCHOR._replace(order=CHANNELS_LAST)
 ROUNDING = "mean and variance in float32, of distances from the mean"
-
-
-def backward_example(images: Shape) -> Example:
-    """An example of a backward with statistics per channel."""
-    statistics = dict.fromkeys(("scale", "mean", "inv_variance"), CHANNELS)
-    return Example(
-        {"grad": images, "input": images, **statistics},
-        dtypes=dict.fromkeys(statistics, "float32"),
-        positive=("inv_variance",),
-    )
 
 
 class OfChannels(Normalizing):
@@ -115,7 +104,7 @@ class InstancenormBackward(BackwardOfChannels):
         "a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA runs it"
     )
     extent = Spatial(batch=False)
-    examples = (backward_example(_IMAGE),)
+    examples = (backward_example(_IMAGE, CHANNELS, CHANNELS, wide=("scale",)),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with 8 images, DScale and DBias miss one or more,

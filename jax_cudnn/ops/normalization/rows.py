@@ -13,7 +13,7 @@ from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import BACKWARD_DIMS, TRAINING
-from .extents import Rows
+from .extents import Rows, backward_example
 from .rows_base import BackwardOfRows, ForwardOfRows, ones
 
 if TYPE_CHECKING:
@@ -46,19 +46,7 @@ class AdalayernormBackward(BackwardOfRows):
     method = "adalayernorm_backward"
     dims = BACKWARD_DIMS
     extent = Rows(first=1)
-    examples = (
-        Example(
-            {
-                "grad": (4, 64, 256),
-                "input": (4, 64, 256),
-                "scale": (4, 1, 256),
-                "mean": (4, 64, 1),
-                "inv_variance": (4, 64, 1),
-            },
-            dtypes={"mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-    )
+    examples = (backward_example((4, 64, 256), (4, 1, 256), (4, 64, 1)),)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         yield Fold(dict.fromkeys(tensors, 0))
@@ -134,28 +122,8 @@ class LayernormBackward(BackwardOfRows):
     extent = Rows()
     in_front = AdalayernormBackward
     examples = (
-        Example(
-            {
-                "grad": (64, 256),
-                "input": (64, 256),
-                "scale": (1, 256),
-                "mean": (64, 1),
-                "inv_variance": (64, 1),
-            },
-            dtypes={"mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-        Example(
-            {
-                "grad": (3, 24, 96),
-                "input": (3, 24, 96),
-                "scale": (1, 1, 96),
-                "mean": (3, 24, 1),
-                "inv_variance": (3, 24, 1),
-            },
-            "float32",
-            positive=("inv_variance",),
-        ),
+        backward_example((64, 256), (1, 256), (64, 1)),
+        backward_example((3, 24, 96), (1, 1, 96), (3, 24, 1), "float32"),
     )
 
     def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
