@@ -337,7 +337,7 @@ class Recorder(GraphBuilder):
                 inputs[port] = replace(tensor, dtype=dtype)
                 self._put(inputs[port])
         try:
-            said = self._options.compute_data_type if call.node.product else None
+            said = self._options.compute_data_type if call.node.anchor.product else None
             compute = self._computes.get(call.name, said)
             self._append(computed(call.node, compute, inputs), inputs)
         except JaxCudnnError as error:

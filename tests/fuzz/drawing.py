@@ -114,7 +114,7 @@ class Drawing:
         sizes = [math.prod(shape) for shape in shapes.values()]
         if max(sizes) > ELEMENTS or node.flops(shapes) > FLOPS or min(sizes) == 0:
             raise GraphError("larger or smaller than the operations of a random graph")
-        if node.product and not attends(node) and new:
+        if node.anchor.product and not attends(node) and new:
             *_, last = new.values()
             self._rescale(last, node, shapes, [v for v in values.values() if v is not last])
         dtype = None if tensors[0].dtype == "bool" else dtype

@@ -37,7 +37,7 @@ MUTATIONS = {
     "matmul's transposes swapped": ("ops/matmul/functions.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
     "a scale folded into the weight is lost": ("ops/convolution/forward.py", "product.astype(weight.dtype)}", "weight}"),
     "a product before a move is written wide": ("_core/graph/xla_form.py", "smooth = node.algebra.smooth or node.algebra.moves", "smooth = node.algebra.smooth"),
-    "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
+    "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.anchor.product:  # of", "if False:  # of"),
     "a norm is not compared": ("_core/agreement.py", "right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)", "pass"),
     "integers may differ": ("_core/agreement.py", "if of.other:", "if False:"),
     "XLA's faster form where no way is right": ("_core/planning/placement.py", "return (replace(segment, strict=True),)", "return (segment,)"),

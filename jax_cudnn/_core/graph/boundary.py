@@ -82,7 +82,7 @@ class Boundary:
     @cached_property
     def planned(self) -> GraphSpec:
         spec = self._spec
-        products = any(call.node.order == MATRICES for call in spec.calls)
+        products = any(call.node.anchor.order == MATRICES for call in spec.calls)
         planned = _planned(merged(spec) if products else spec)
         return planned if planned is spec else intern(planned)
 
@@ -157,7 +157,7 @@ def _planned(spec: GraphSpec) -> GraphSpec:
     if shapes := _stretched(spec):
         tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
         sent = replace(sent, tensors=tuple(tensors))
-    anchors = [call.node.anchor for call in spec.calls if call.node.anchor]
+    anchors = [call.node.anchor for call in spec.calls]
     if any(anchor.bit_masks for anchor in anchors):
         sent = _with_bits(sent)
     if any(anchor.writes_all for anchor in anchors):
@@ -237,7 +237,7 @@ def _with_all_results(spec: GraphSpec) -> GraphSpec:
     calls, dropped, further = [], set(), {}
     for call in spec.calls:
         unread = [port for port, name in call.outputs if name not in read]
-        if call.node.anchor and call.node.anchor.writes_all and unread:
+        if call.node.anchor.writes_all and unread:
             node = call.node.without(unread)
             outputs = tuple((port, name) for port, name in call.outputs if port in node.results)
             dropped |= {name for port, name in call.outputs if port not in node.results}

@@ -111,7 +111,7 @@ class GraphBuilder:
         given = bound.arguments
         try:
             compute = given.pop("compute_data_type", None)
-            if compute is None and cls.product:
+            if compute is None and cls.anchor.product:
                 compute = self._options.compute_data_type
             given.pop("name", None)
             given = cls.prepared(dict(given))

@@ -36,7 +36,7 @@ _Sides = Mapping[str, _Side]
 
 def is_split(node: Node) -> bool:
     """Whether a product keeps its dimensions apart."""
-    return node.order == MATRICES and "..." not in node.ports.outputs[0].axes
+    return node.anchor.order == MATRICES and "..." not in node.ports.outputs[0].axes
 
 
 def merged(spec: GraphSpec) -> GraphSpec:

@@ -36,7 +36,8 @@ MERGED = "merged"
 
 
 class Anchor(NamedTuple):
-    """What cuDNN builds an engine around, one in a graph, and what it computes with it.
+    """What cuDNN builds an engine around, one in a graph, and what it computes with it; false
+    without an ``order``: nothing is built around a node with ``Anchor()``.
 
     Attributes:
         product: whether it multiplies: it accumulates in its compute type, float32 may become TF32,
@@ -64,6 +65,9 @@ class Anchor(NamedTuple):
     keeps_dtypes: bool = False
     slow: tuple[int, ...] = ()
     order: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.order)
 
 
 class OtherForm(NamedTuple):
@@ -161,20 +165,11 @@ class Planned:
     """pygraph's method."""
     requires: ClassVar[str] = ""
     """Minimum cuDNN, SM and shape rules, as text for users."""
-    anchor: ClassVar[Anchor | None] = None
+    anchor: ClassVar[Anchor] = Anchor()
     """What cuDNN computes around this node, if it builds an engine around it."""
-    product: ClassVar[bool] = False
-    """Whether the anchor is a product."""
-    order: ClassVar[str] = ""
-    """The anchor's order of tensors in memory."""
     xla_only: ClassVar[str] = ""
     """Whether XLA runs this node, because cuDNN graphs lack it: XLA_ONLY, or EVEN_IF_STRICT under
     implementation="cudnn", too. Its results are arrays in memory and keep their inferred dtype."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if cls.anchor is not None:
-            cls.product, cls.order = cls.anchor.product, cls.anchor.order
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """Why cuDNN must not run this node, from its tensors at all ports, or None.

@@ -58,7 +58,7 @@ def _evaluated(
     precision = lax_precision(spec.options.precision)
     inside = {name for call in spec.calls for _, name in call.inputs}
     for call, node, inputs in steps(spec.calls, values):
-        if node.product:
+        if node.anchor.product:
             if widens and node.compute_data_type == "float32":
                 halves = {port: x for port, x in inputs.items() if str(x.dtype) in HALVES}
                 inputs |= {port: x.astype(jnp.float32) for port, x in halves.items()}
@@ -95,7 +95,7 @@ def steps(
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """A node's results, not yet rounded, for operands of any dtype."""
     exact = node.algebra.chooses and {str(x.dtype) for x in inputs.values()} in _CHOSEN
-    if not (exact or node.product or node.algebra.moves or node.xla_only):
+    if not (exact or node.anchor.product or node.algebra.moves or node.xla_only):
         compute = arithmetic(node.compute_data_type)
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)

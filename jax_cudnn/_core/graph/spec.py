@@ -172,7 +172,7 @@ class GraphSpec:
     @cached_property
     def has_float32_product(self) -> bool:
         """Whether a convolution or matmul has an operand that may be rounded to TF32."""
-        products = (c for c in self.calls if c.node.product and "float32" in c.node.dtypes)
+        products = (c for c in self.calls if c.node.anchor.product and "float32" in c.node.dtypes)
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 

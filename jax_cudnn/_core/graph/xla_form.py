@@ -49,7 +49,7 @@ def _narrow(
     for call, node, inputs in steps(_products_last(spec), values):
         wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
         node = node.without({*node.results} - wanted) if wanted else node
-        if node.product:  # of a result of the graph it reads what is stored
+        if node.anchor.product:  # of a result of the graph it reads what is stored
             stored = {port: name for port, name in call.inputs if name in returned}
             inputs |= {port: returned[name] for port, name in stored.items()}
         results = dict(zip(node.results, form.results(call, node, inputs, values), strict=True))
@@ -91,7 +91,7 @@ class _Form:
     ) -> Sequence[jax.Array]:
         """A call's results, before they are rounded."""
         result = call.outputs[0][1]
-        if node.product:
+        if node.anchor.product:
             return self._product(call, node, inputs, values)
         held = {self._held.get(name, "") for _, name in call.inputs} - {""}
         dtype = held.pop() if len(held) == 1 else ""
@@ -131,9 +131,11 @@ class _Form:
         (only, *others) = operands
         if others:
             return ""
-        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.order == MATRICES)):
+        if dtype in HALVES and (
+            only == dtype or (only in FP8 and call.node.anchor.order == MATRICES)
+        ):
             return dtype
-        if only in FP8 and call.node.order == MATRICES:
+        if only in FP8 and call.node.anchor.order == MATRICES:
             only = "bfloat16"  # float16 may overflow before a scale follows
         return only if only in HALVES and self._bears(result, only) else ""
 
@@ -150,7 +152,7 @@ class _Form:
     def _passes(self, call: Call, name: str, dtype: str) -> bool:
         """Whether a reader of such a value makes no more of its error."""
         node = call.node
-        if node.product:
+        if node.anchor.product:
             return self.spec.tensor(name).dtype == dtype
         if node.anchor:  # a normalization, and its statistics, too
             return node.algebra.smooth
@@ -185,7 +187,8 @@ def _products_last(spec: GraphSpec) -> list[Call]:
         missing = {name for call in waiting for _, name in call.outputs}
         ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
         call = min(
-            ready, key=lambda call: (call.node.product, _summed_as_written(spec, call) is None)
+            ready,
+            key=lambda call: (call.node.anchor.product, _summed_as_written(spec, call) is None),
         )
         waiting.remove(call)
         found.append(call)

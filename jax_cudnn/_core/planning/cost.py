@@ -74,7 +74,7 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
     work = 0.0
     for call, tensors in spec.at_ports:
-        if call.node.product:  # of the rate for its narrower factor
+        if call.node.anchor.product:  # of the rate for its narrower factor
             width = min(itemsize(spec.tensor(name).dtype) for _, name in call.inputs[:2])
             work += flops(call, tensors) * width / 2
     if work and not peak:

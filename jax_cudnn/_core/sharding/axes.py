@@ -308,7 +308,7 @@ def _traced(
 
     def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         named = dict(zip(values, arrays, strict=True))
-        return node.reference(**named) if node.product else applied(node, named)
+        return node.reference(**named) if node.anchor.product else applied(node, named)
 
     # With explicit axes, jnp adds operations for them.
     no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

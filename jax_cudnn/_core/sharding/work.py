@@ -246,7 +246,7 @@ def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None)
     axis of the largest operand, which is likely to be sharded."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
-    if not spec.inputs or any(call.node.product for call in spec.calls):
+    if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
         return False
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
     if types is None:

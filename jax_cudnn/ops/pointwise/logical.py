@@ -231,7 +231,7 @@ class GenIndex(Pointwise):
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
             return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
-        if any(call.node.order == CHANNELS_LAST for call in graph.calls):
+        if any(call.node.anchor.order == CHANNELS_LAST for call in graph.calls):
             return Reason("cuDNN counts wrongly in a graph with a convolution")
         return None
 
