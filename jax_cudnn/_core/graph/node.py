@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
@@ -69,12 +69,15 @@ class Fold(NamedTuple):
         node: the node for the larger dimension, where its attributes differ.
         broadcast: the ports that may have size 1 in that axis (or leading) where others have more.
         summed: results over the whole batch: the way applies only if nothing reads them.
+        computed: instead of all this, the results by other nodes, from ``g`` and the values at the
+            input ports; each has a leading dimension.
     """
 
     axes: Mapping[str, int]
     node: Node | None = None
     broadcast: Collection[str] = ()
     summed: Collection[str] = ()
+    computed: Callable[[Derivation, Values], dict[str, GraphTensor]] | None = None
 
 
 BY_REFERENCE = Fold({})
@@ -332,13 +335,6 @@ class Node(Planned):
         """Ways to fold a vmap dimension of ``size`` into the node, best first; ``batched`` are the
         input ports with the dimension, ``tensors`` those of one element."""
         return ()
-
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
-        """The results for inputs with a leading dimension of ``size``, from other nodes; None if
-        only :meth:`folds` applies. ``tensors`` are those of one element."""
-        return None
 
 
 REGISTRY: dict[str, type[Node]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -147,21 +148,19 @@ class Convolution(Node):
                 yield self._folded(fold, size, tensors)
         groups = {image: 1, weight: 0, result: 1}
         yield self._folded(groups, size, tensors)
+        before, after, stride, _ = self.spatial(len(tensors[weight].shape) - 2)
+        one = {*tensors[weight].shape[2:], *stride} == {1} and {*before, *after} == {0}
+        if one and dense and all(tensor.dtype in FLOATS for tensor in tensors.values()):
+            yield Fold({}, computed=functools.partial(self._of_one_element, size, tensors))
 
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         return Fold(axes)
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
-        # A convolution with windows of one element is a matmul over channels.
-        image, weight = (tensors[port].shape for port in self.roles[:2])
-        rank = len(weight) - 2
-        before, after, stride, _ = self.spatial(rank)
-        if {*weight[2:], *stride} != {1} or {*before, *after} != {0} or image[1] != weight[1]:
-            return None
-        if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
-            return None
+    def _of_one_element(
+        self, size: int, tensors: Tensors, g: Derivation, inputs: Values
+    ) -> dict[str, GraphTensor]:
+        """Convolutions with windows of one element, as a batch of matmuls over channels."""
+        weight = tensors[self.roles.weight].shape
 
         def rows(x: GraphTensor) -> GraphTensor:  # (V, N, C, *x) as (V, N * x, C)
             last = g.transposed(x, (0, 1, *range(3, x.ndim), 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -270,9 +270,11 @@ class RmsnormBackward(BackwardOfRows):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, has_dbias=False) if "DBias" in results else self
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        yield from super().folds(batched, size, tensors)
+        yield Fold({}, computed=functools.partial(self._scaled_first, tensors["scale"]))
+
+    def _scaled_first(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """DX with the scale multiplied in first; cuDNN computes one DScale for all rows."""
         grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
         node = dataclasses.replace(self, has_dbias=False)
@@ -280,7 +282,7 @@ class RmsnormBackward(BackwardOfRows):
             node,
             grad=g.mul(grad, inputs["scale"]),
             input=x,
-            scale=ones(g, tensors["scale"]),
+            scale=ones(g, like),
             inv_variance=inv_variance,
         )
         shape = inputs["scale"].shape
@@ -324,15 +326,16 @@ class Rmsnorm(ForwardOfRows):
         Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
     )
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        yield from super().folds(batched, size, tensors)
+        if tensors["epsilon"].value is not None:  # with an array it runs in XLA
+            yield Fold({}, computed=functools.partial(self._scaled_last, tensors["scale"]))
+
+    def _scaled_last(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """Normalizes with a scale of ones, then scales: cuDNN takes one scale for all rows."""
-        if math.prod(inputs["epsilon"].shape) != 1:  # an array: runs in XLA
-            return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)
-        y, inv_var = g.apply(node, **values, scale=ones(g, tensors["scale"]))
+        y, inv_var = g.apply(node, **values, scale=ones(g, like))
         y = g.mul(y, inputs["scale"])
         y = g.add(y, inputs["bias"]) if "bias" in inputs else y
         return {"Y": y, "inv_var": inv_var}
