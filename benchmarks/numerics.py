@@ -115,7 +115,8 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield "moves elements" if moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
     yield "yes" if node.anchor.product and "float32" in node.dtypes else ""
-    yield "" if moves or node.xla_only else ("always" if made.deterministic else "on request")
+    always = made.deterministic() == made
+    yield "" if moves or node.xla_only else ("always" if always else "on request")
     yield node.rounding
 
 

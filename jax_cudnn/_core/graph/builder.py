@@ -93,7 +93,7 @@ class GraphBuilder:
         given, around = options or self._options, around or self._around
         options = given.resolved(around, spec.has_float32_product)
         if options.deterministic:
-            calls = [replace(call, node=call.node.as_deterministic()) for call in calls]
+            calls = [replace(call, node=call.node.deterministic() or call.node) for call in calls]
         return intern(replace(spec, calls=tuple(calls), options=options))
 
     # -- what the generated methods do ---------------------------------------------------------

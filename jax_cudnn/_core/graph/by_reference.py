@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, Node, frozen
+from .node import XLA_ONLY, Draws, Node, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -58,17 +58,12 @@ class ByReference(Node):
     def selecting(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.selecting
 
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.deterministic
+    def deterministic(self) -> Node | None:
+        return self if self.base.deterministic() == self.base else None
 
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        ports, base = self.base.redrawn(made)
-        if not ports:
-            return ports, self
-        derived: Any = self  # which has the ports of its base as ``inner``
-        inner = tuple(port for port in derived.inner if port not in ports)
-        return ports, replace(derived, base=base, inner=inner)
+    @property
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.draws
 
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords()
@@ -115,7 +110,8 @@ class Tangent(ByReference):
         return {name: results[port] for port, name in self.made.items()}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        fixed = {port: arrays[port] for port in self.inner if port not in self.active}
+        inner = {port: arrays[port] for port in self.inner if port in arrays}
+        fixed = {port: x for port, x in inner.items() if port not in self.active}
         function = _function(self.base, fixed, self.active, self.outs)
         kind = wide_dtype(*arrays.values())
         at = [arrays[port].astype(kind) for port in self.active]
@@ -158,7 +154,7 @@ class Transposed(ByReference):
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         names = tuple(port for port, *_ in self.linear)
-        fixed = {port: arrays[port] for port in self.inner}
+        fixed = {port: arrays[port] for port in self.inner if port in arrays}
         function = _function(self.base, fixed, names, self.outs)
         names = self.given.values()
         # Inside shard_map a linear port varies over the same mesh axes as its cotangents.
@@ -204,7 +200,7 @@ class Batched(ByReference):
         def function(mapped: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
             return applied(self.base, fixed | mapped)
 
-        return jax.vmap(function)({port: arrays[port] for port in self.mapped})
+        return jax.vmap(function)({port: arrays[port] for port in self.mapped if port in arrays})
 
 
 def jvp(

@@ -107,22 +107,29 @@ class Algebra(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The random numbers that a node draws, of which a shard of the batch draws its part.
+    """The random numbers that a node draws: others in XLA than in cuDNN, so that forward and
+    derivatives must both run on one of them. A shard of the batch draws its part.
 
     Attributes:
         seed: an input port, (1, 1, 1, 2) in uint32, the low word first.
         offset: an input port like it: the place in the random stream at which the batch begins.
-        step: what each element of the batch adds to the offset.
-        drawn: the input port that may hold what is drawn instead, of this shape; batch first.
-        batch: an input port whose first dimension is the batch.
+        drawn: the input port that may hold what is drawn instead. The reference can draw it again
+            from the seed, in parts.
+        made: the result that holds what is drawn.
+        axes: input port and axis for each dimension of what is drawn; the first is the batch.
+        step: what each element of the first two dimensions adds to the offset.
     """
 
     seed: str
     offset: str
-    step: int
     drawn: str
-    shape: Shape
-    batch: str
+    made: str
+    axes: tuple[tuple[str, int], ...]
+    step: int
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """The shape of what is drawn, from those of the input ports."""
+        return tuple(shapes[port][axis] for port, axis in self.axes)
 
 
 def advanced(words: jax.Array, by: Any) -> jax.Array:
@@ -142,13 +149,10 @@ class Node(Planned):
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
     algebra: ClassVar[Algebra] = Algebra()
-    deterministic: ClassVar[bool] = True
-    """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
     """Text of the numerics page on this node, in addition to accumulation and output rounding."""
-    paired: ClassVar[bool] = False
-    """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
-    the other writes in its own format: a dropout stream, bit masks, statistics."""
+    draws: ClassVar[Draws | None] = None
+    """The random numbers that the node draws, if the port of the seed is there."""
     selecting: ClassVar[tuple[str, ...]] = ()
     """Ports whose values decide what is computed and read, such as lengths: with one of them, the
     least work is to write the results."""
@@ -235,18 +239,9 @@ class Node(Planned):
         form."""
         return self
 
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        """Input ports that the reference can recompute, and the node without them: from a seed it
-        draws the same random numbers again, in parts. ``made`` maps each input port to the port
-        that computes it; "" if none does."""
-        return (), self
-
-    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
-        """The random numbers that the node draws with these input ports."""
-        return None
-
-    def as_deterministic(self) -> Node:
-        """The node for a deterministic graph."""
+    def deterministic(self) -> Node | None:
+        """The node for a deterministic graph: with every engine it gives equal results in each run;
+        None if there is no such node, and only some engines do."""
         return self
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:

@@ -57,6 +57,16 @@ class Call:
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether it draws random numbers that its derivatives draw again, in XLA or cuDNN."""
+        return self.node.draws is not None and not self.node.xla_only
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether it gives equal results in each run, with every engine."""
+        return self.node.deterministic() == self.node
+
 
 FLOAT64 = "cuDNN has no engine for float64"
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
@@ -189,7 +199,7 @@ class GraphSpec:
     @cached_property
     def is_paired(self) -> bool:
         """Whether some node must run where the nodes of the graph's family run."""
-        return any(call.node.paired for call in self.calls)
+        return any(call.is_paired for call in self.calls)
 
     @cached_property
     def is_static(self) -> bool:

@@ -46,9 +46,9 @@ def _narrow(
 ) -> list[jax.Array]:
     values, form = given(spec, operands), _Form(spec)
     returned: dict[str, jax.Array] = {}
-    for call, node, inputs in steps(_products_last(spec), values):
+    for call, inputs in steps(_products_last(spec), values):
         wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
-        node = node.without({*node.results} - wanted) if wanted else node
+        node = call.node.without({*call.node.results} - wanted) if wanted else call.node
         if node.anchor.product:  # of a result of the graph it reads what is stored
             stored = {port: name for port, name in call.inputs if name in returned}
             inputs |= {port: returned[name] for port, name in stored.items()}

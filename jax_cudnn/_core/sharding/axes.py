@@ -172,14 +172,14 @@ def drawing(spec: GraphSpec) -> Mapping[int, Draws]:
     index: those with an offset that they alone read, for one batch."""
     found, reads = {}, _reads(spec)
     for i, call in enumerate(spec.calls):
-        at = dict(call.inputs)
-        draws = call.node.draws({port: spec.tensor(name).shape for port, name in call.inputs})
-        if draws is not None and at[draws.offset] in spec.inputs:
+        at, draws = dict(call.inputs), call.node.draws
+        if call.is_paired and draws and at.get(draws.offset) in spec.inputs:
+            batch, _ = draws.axes[0]
             others = [
-                dict(other.inputs).get(draws.batch) if port == draws.offset else None
+                dict(other.inputs).get(batch) if port == draws.offset else None
                 for other, port in reads[at[draws.offset]]
             ]
-            if {*others} == {at[draws.batch]}:
+            if {*others} == {at[batch]}:
                 found[i] = draws
     return found
 
@@ -200,7 +200,8 @@ def _of_drawing(
     the drawn array is sharded along its batch alone."""
     words = draws.seed, draws.offset
     given = tuple(port for port in inputs if port[0] not in words)
-    for local in _of_node(node, (*given, (draws.drawn, draws.shape, "float32")), outs):
+    shape = draws.shape({port: shape for port, shape, _ in inputs})
+    for local in _of_node(node, (*given, (draws.drawn, shape, "float32")), outs):
         drawn = {axis for port, axis in local.axes if port == draws.drawn}
         axes = tuple(at for at in local.axes if at[0] != draws.drawn)
         yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))

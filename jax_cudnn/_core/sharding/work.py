@@ -133,10 +133,11 @@ def _placed(
             made[offsets] = Move(offsets, "divide", (), step=shards)
     for i, draws in drawing(spec).items():
         at = dict(spec.calls[i].inputs)
-        axes, *_ = _sharding(chosen, spec.tensor(at[draws.batch]))
+        axes, *_ = _sharding(chosen, spec.tensor(at[draws.axes[0][0]]))
         if axes:
-            name, shard = at[draws.offset], draws.shape[0] // size_of(axes, sizes)
-            made[name] = Move(name, "advance", axes, step=draws.step * shard)
+            batch, each, *_ = draws.shape({port: spec.tensor(n).shape for port, n in at.items()})
+            name, shard = at[draws.offset], batch // size_of(axes, sizes)
+            made[name] = Move(name, "advance", axes, step=draws.step * each * shard)
     return (*made.values(),)
 
 

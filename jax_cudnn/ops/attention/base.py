@@ -49,11 +49,7 @@ class Deterministic(Node):
 
     use_deterministic_algorithm: bool = False
 
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.use_deterministic_algorithm
-
-    def as_deterministic(self) -> Node:
+    def deterministic(self) -> Node | None:
         return dataclasses.replace(self, use_deterministic_algorithm=True)
 
 
@@ -271,8 +267,8 @@ class SdpaBase(AttentionBase, HasBias):
     score_mod: Any = None
 
     @property
-    def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.dropout_probability is not None
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.dropout_probability is None else extras.DRAWS
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -304,17 +300,6 @@ class SdpaBase(AttentionBase, HasBias):
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         return (*tensors["q"].shape[:3], tensors["k"].shape[2])
-
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
-        return ("dropout_mask",) if drawn else (), self
-
-    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
-        if "seed" not in shapes:
-            return None
-        (b, h, queries, _), keys = shapes["q"], shapes["k"][2]
-        mask = "dropout_mask", (b, h, queries, keys)
-        return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):

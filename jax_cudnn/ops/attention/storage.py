@@ -142,10 +142,6 @@ class StoredSdpa(HasBias):
         return Dims.parse(self.storage.backward if self.is_backward else self.storage.forward)
 
     @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.deterministic
-
-    @property
     def score_mod(self) -> Any:
         return self.base.score_mod
 
@@ -154,8 +150,8 @@ class StoredSdpa(HasBias):
         results = self.base.results
         return (*self.storage.gradients, *results[3:]) if self.is_backward else results
 
-    def as_deterministic(self) -> Node:
-        return dataclasses.replace(self, base=self.base.as_deterministic())
+    def deterministic(self) -> Node | None:
+        return dataclasses.replace(self, base=self.base.deterministic())
 
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, base=self.base.without(results))

@@ -49,7 +49,6 @@ class ConvDgrad(ConvolutionGradient):
     dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
     roles = Roles("DX", "filter", "loss")
     jax_names = ("conv_transpose",)
-    deterministic = False
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
         "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
@@ -194,7 +193,6 @@ class ConvWgrad(ConvolutionGradient):
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
     roles = Roles("image", "DW", "loss")
     anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
-    deterministic = False
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
         "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
