@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Fold, Node, frozen
+from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen
 from .._core.graph.planned import Example
 from .._core.graph.promotion import result_dtype
 from .transformations import along
@@ -126,8 +126,8 @@ class Resample(Node):
             y.append((padded - window) // stride + 1)
         return {"Y": ((n, c, *y), result_dtype(inputs))}
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return math.prod(shapes["Y"]) * math.prod(self.window)
+    def work(self, tensors: Tensors) -> Work:
+        return Work(math.prod((*tensors["Y"].shape, *self.window)), self.method)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         spatial = self._spatial(input.ndim - 2)

@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, frozen
+from .._core.graph.node import Fold, Node, Work, frozen
 from .._core.graph.planned import Example
 from .transformations import anywhere, grown
 
@@ -150,20 +150,19 @@ class Reduction(Node):
             )
         return {"Y": (tuple(out), "float32")}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
+        return Work(math.prod(tensors["input"].shape), f"reduction of {self._which(tensors)}")
+
+    def _which(self, tensors: Tensors) -> str:
         input, output = tensors["input"], tensors["Y"]
         order = input.order or range(len(input.shape))
         # Whether each dimension is reduced, from the slowest in memory to the fastest.
         reduced = [output.shape[i] == 1 for i in order if input.shape[i] > 1]
         if all(reduced):
-            return "reduction of everything"
+            return "everything"
         if reduced == sorted(reduced):
-            return "reduction of rows"
-        columns = reduced == sorted(reduced, reverse=True)
-        return "reduction of columns" if columns else "reduction of some dimensions"
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return math.prod(shapes["input"])
+            return "rows"
+        return "columns" if reduced == sorted(reduced, reverse=True) else "some dimensions"
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return self._reduced(MODES[self.mode], input)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, Draws, Node, frozen
+from .node import XLA_ONLY, Draws, Node, Work, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -68,8 +68,8 @@ class ByReference(Node):
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords()
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 0
+    def work(self, tensors: Tensors) -> Work:
+        return Work(0, self.method)
 
 
 @frozen
@@ -100,10 +100,10 @@ class Tangent(ByReference):
     def linear_in(self, ports: Collection[str]) -> bool:
         return {*ports} <= {*self.given.values()}
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        """Those of ``base``, as the least."""
-        made = {port: shapes[name] for port, name in self.made.items()}
-        return self.base.flops({**shapes, **made})
+    def work(self, tensors: Tensors) -> Work:
+        """That of ``base``, as the least."""
+        made = {port: tensors[name] for port, name in self.made.items()}
+        return Work(self.base.work({**tensors, **made}).flops, self.method)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         results = inferred(self.base, {port: inputs[port] for port in self.inner})

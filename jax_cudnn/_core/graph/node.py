@@ -36,6 +36,7 @@ from .planned import Example, Planned
 from .planned import OtherForm as OtherForm
 from .planned import Seen as Seen
 from .planned import View as View
+from .planned import Work as Work
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ class Algebra(NamedTuple):
         smooth: an operand that is rounded to 16 bits changes the result about as much as rounding
             the result to 16 bits does.
         recomputed: derivatives recompute the results if that saves memory.
+        affine: the operand of which each result is a factor times it plus a summand, if the other
+            operands are fixed.
+        scaled: the operand of a product that takes a factor of its result, if that varies along
+            the only dimension that both have, by the letters of their ports.
     """
 
     moves: bool = False
@@ -104,6 +109,8 @@ class Algebra(NamedTuple):
     multiplies: bool = False
     smooth: bool = False
     recomputed: bool = False
+    affine: str = ""
+    scaled: str = ""
 
 
 class Draws(NamedTuple):
@@ -244,21 +251,12 @@ class Node(Planned):
         None if there is no such node, and only some engines do."""
         return self
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        """The key of measurements of this node (see :mod:`.losses`), from its tensors at all ports
-        with their memory order. Empty for nodes that only accompany others.
-
-        Nodes override this if cuDNN has different kernels for different uses.
-        """
-        return "" if self.algebra.moves else self.method
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return (
-            0
-            if self.algebra.moves
-            else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
-        )
+    def work(self, tensors: Tensors) -> Work:
+        """What it computes, from its tensors at all ports with their memory order."""
+        if self.algebra.moves:
+            return Work()
+        made = (math.prod(tensors[port].shape) for port in self.results if port in tensors)
+        return Work(sum(made), self.method)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.
@@ -274,19 +272,6 @@ class Node(Planned):
         Arrays arrive in the dtypes in which they are held. Results may differ from the reference's
         by what the numerics page states.
         """
-        return None
-
-    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
-        """The factor and the summand with which the result follows from the one operand that
-        ``arrays`` lacks; None if it does not."""
-        factors = [*arrays.values()]
-        return (factors[0], None) if self.algebra.multiplies and len(factors) == 1 else None
-
-    def scaled(
-        self, arrays: Mapping[str, jax.Array], factor: jax.Array
-    ) -> dict[str, jax.Array] | None:
-        """The operands with which this product gives its result times a factor of the result's
-        rank, where that costs little; else None."""
         return None
 
     # -- transformations ------------------------------------------------------------------------

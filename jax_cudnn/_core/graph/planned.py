@@ -99,6 +99,19 @@ class Engines(NamedTuple):
     needs: Reason | None = None
 
 
+class Work(NamedTuple):
+    """What a node computes, for measurements and the least time of its graph.
+
+    Attributes:
+        flops: operations, a multiply-add being two.
+        pattern: the key of its measurements (see :mod:`..planning.losses`): of one for each use for
+            which cuDNN has other kernels. Empty for nodes that only accompany others.
+    """
+
+    flops: int = 0
+    pattern: str = ""
+
+
 class View(NamedTuple):
     """The tensor that cuDNN sees for an array at a node's port, or for a part of it.
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from . import reference
-from .dtypes import FP8, is_floating, itemsize
+from .dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize, wide_dtype
 from .node import MATRICES, Node
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
@@ -171,12 +171,47 @@ class _Form:
         (reader,) = readers
         others = {port: values.get(name) for port, name in reader.inputs if name != result}
         known = {port: x for port, x in others.items() if x is not None}
-        line = reader.node.line(known) if len(known) == len(reader.inputs) - 1 else None
-        scaled = None if line is None else call.node.scaled(inputs, line[0])
+        line = _line(reader.node, known) if len(known) == len(reader.inputs) - 1 else None
+        scaled = None if line is None else _scaled(call.node, inputs, line[0])
         if line is None or scaled is None:
             return inputs
         self._scaled[reader.outputs[0][1]] = result, line[1]
         return scaled
+
+
+def _line(node: Node, known: Values) -> tuple[jax.Array, jax.Array | None] | None:
+    """The factor and the summand with which a node's result follows from the one operand that
+    ``known`` lacks; None if it does not."""
+    if node.algebra.multiplies and len(known) == 1:
+        return next(iter(known.values())), None
+    if not node.algebra.affine or node.algebra.affine in known:
+        return None
+    kind = arithmetic(node.compute_data_type)
+    wide = {port: x.astype(kind) for port, x in known.items()}
+    zero = jnp.zeros(jnp.broadcast_shapes(*map(jnp.shape, wide.values())), kind)
+
+    def result(x: jax.Array) -> jax.Array:
+        return node.reference(**wide, **{node.algebra.affine: x})[0]
+
+    summand, factor = jax.jvp(result, (zero,), (jnp.ones_like(zero),))
+    return factor, summand
+
+
+def _scaled(node: Node, inputs: Values, factor: jax.Array) -> dict[str, jax.Array] | None:
+    """The operands with which a product gives its result times a factor of the result's rank; None
+    where that does not go into one of them."""
+    port = node.algebra.scaled
+    if not port or str(inputs[port].dtype) not in FLOATS:
+        return None
+    (own,) = (of.axes for of in node.ports.inputs if of.name == port)
+    result = node.ports.outputs[0].axes
+    (letter,) = {*own} & {*result}
+    if factor.size not in (1, factor.shape[result.index(letter)]):
+        return None
+    factor = jnp.swapaxes(factor, own.index(letter), result.index(letter))
+    factor = factor.astype(wide_dtype(inputs[port], factor))
+    product = inputs[port].astype(factor.dtype) * factor
+    return {**inputs, port: product.astype(inputs[port].dtype)}
 
 
 def _products_last(spec: GraphSpec) -> list[Call]:

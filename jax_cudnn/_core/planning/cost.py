@@ -48,8 +48,7 @@ def selects(call: Call) -> bool:
 
 def flops(call: Call, tensors: Mapping[str, Tensor]) -> int:
     """The least operations of a call; 0 where it selects by value."""
-    shapes = {port: tensor.shape for port, tensor in tensors.items()}
-    return 0 if selects(call) else call.node.flops(shapes)
+    return 0 if selects(call) else call.node.work(tensors).flops
 
 
 _FLOPS_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}

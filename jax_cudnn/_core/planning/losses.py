@@ -168,7 +168,7 @@ def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set
     """A node's own words; empty for what only accompanies others."""
     unread = [port for port, name in call.outputs if name not in read]
     node = call.node.without(unread) if unread else call.node
-    words = node.pattern(ports)
+    words = node.work(ports).pattern
     if not (words and node.anchor.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}

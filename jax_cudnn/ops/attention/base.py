@@ -21,6 +21,7 @@ from ..._core.graph.node import (
     Node,
     OtherForm,
     Seen,
+    Work,
     frozen,
 )
 from ..._core.reasons import Reason
@@ -221,8 +222,9 @@ class AttentionBase(Node):
     def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
         return super().layout(tensors, order)._replace(separate=True)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+    def work(self, tensors: Tensors) -> Work:
+        q, v = tensors["q"].shape, tensors["v"].shape
+        return Work(self.band.flops(q, v, "dO" in tensors), self.method)
 
     def keywords(self) -> dict[str, Any]:
         """Without an alignment of no band, and without unset flags, some of which older frontends

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Engines, Fold, Node, View, frozen
+from ..._core.graph.node import Edge, Engines, Fold, Node, View, Work, frozen
 from ..._core.reasons import Reason
 from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
@@ -67,8 +67,8 @@ class Storage:
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return tensors["k"].shape[1]
 
-    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
-        """As :meth:`Node.flops`; None if the results' sizes are the best estimate."""
+    def flops(self, band: Any, tensors: Tensors) -> int | None:
+        """As in :class:`Work`; None if the results' sizes are the best estimate."""
         return None
 
     def refused(self, tensors: Tensors) -> Reason | None:
@@ -187,9 +187,9 @@ class StoredSdpa(HasBias):
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return self.storage.key_heads(tensors)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        found = self.storage.flops(self.base.band, shapes)
-        return super().flops(shapes) if found is None else found
+    def work(self, tensors: Tensors) -> Work:
+        found = self.storage.flops(self.base.band, tensors)
+        return super().work(tensors) if found is None else Work(found, self.method)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := self.storage.refused(tensors) or super().support(tensors, graph):
@@ -287,9 +287,9 @@ class InOneArray(Storage):
         n = (heads - self.heads) // 2
         return (0, self.heads), (self.heads, n), (self.heads + n, n)
 
-    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
-        b, s, _, d = shapes["qkv"]
-        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in shapes)
+    def flops(self, band: Any, tensors: Tensors) -> int | None:
+        b, s, _, d = tensors["qkv"].shape
+        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in tensors)
 
     def refused(self, tensors: Tensors) -> Reason | None:
         if "dO" in tensors and tensors["qkv"].shape[1] == 1:

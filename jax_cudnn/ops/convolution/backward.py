@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from .base import SOLVERS, ConvolutionGradient, Roles
 from .reference import convolved, cropped
 
 if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Work
     from ..._core.graph.spec import GraphSpec, Tensor
 
 
@@ -111,13 +111,10 @@ class ConvDgrad(ConvolutionGradient):
             return Reason("it has strides and the graph has other operations")
         return super().support(tensors, graph)
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
         # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
-        strided = any(step > 1 for step in self.stride)
-        return super().pattern(tensors) + " strided" * strided
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
+        strided, work = any(step > 1 for step in self.stride), super().work(tensors)
+        return work._replace(pattern=work.pattern + " strided" * strided)
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
@@ -248,9 +245,6 @@ class ConvWgrad(ConvolutionGradient):
         shape = self.default_dims("DW", (loss.shape[1], image.shape[1]), *window)
         self.check_forward(image, _named(image, "DW", shape), loss)
         return {"DW": (shape, product_dtype(inputs))}
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding

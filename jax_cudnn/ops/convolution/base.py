@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, frozen
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
@@ -184,8 +184,8 @@ class Convolution(Node):
         out = g.reshaped(out, (size, n, *x, channels))
         return {port: g.transposed(out, (0, 1, out.ndim - 1, *range(2, out.ndim - 1)))}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        image, weight = (tensors[port].shape for port in self.roles[:2])
+    def work(self, tensors: Tensors) -> Work:
+        image, weight, result = (tensors[port].shape for port in self.roles)
         features, channels, *window = weight
         groups = image[1] // channels
         kinds = {
@@ -196,7 +196,8 @@ class Convolution(Node):
             "few features": groups == 1 and features < _FEW,
             "dilated": any(step > 1 for step in self.dilation),
         }
-        return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
+        pattern = " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
+        return Work(2 * math.prod(result) * math.prod(weight[1:]), pattern)
 
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
         """The shape of Y for an image and a weight; GraphError if they do not fit.

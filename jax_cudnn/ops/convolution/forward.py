@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
-from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node
+from ..._core.graph.dtypes import arithmetic
+from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..transformations import along
@@ -54,6 +53,7 @@ class ConvFprop(Convolution):
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     roles = Roles("image", "weight", "Y")
     anchor = Anchor(product=True, prologue="genstats", order=CHANNELS_LAST)  # both in float16
+    algebra = Algebra(scaled="weight")  # by a factor of each feature
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
         "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "
@@ -116,9 +116,6 @@ class ConvFprop(Convolution):
             knob="KERNEL_CFG" if pointwise and several else "",
         )
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
-
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
@@ -150,17 +147,6 @@ class ConvFprop(Convolution):
             accumulator=arithmetic(self.compute_data_type),
         )
         return (out,)
-
-    def scaled(
-        self, arrays: Mapping[str, jax.Array], factor: jax.Array
-    ) -> dict[str, jax.Array] | None:
-        """A factor of each feature goes into the weight."""
-        weight = arrays["weight"]
-        if str(weight.dtype) not in FLOATS or factor.size not in (1, factor.shape[1]):
-            return None
-        by_feature = jnp.swapaxes(factor, 0, 1).astype(wide_dtype(weight, factor))
-        product = weight.astype(by_feature.dtype) * by_feature
-        return {**arrays, "weight": product.astype(weight.dtype)}
 
 
 SOLVERS["result"] = ConvFprop

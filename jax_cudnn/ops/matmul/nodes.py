@@ -15,7 +15,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, frozen
+from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -217,8 +217,11 @@ class Matmul(Node):
         if batched == {"B"}:
             yield columns
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["C"]) * shapes["A"][-1]
+    def work(self, tensors: Tensors) -> Work:
+        (a, _), (c,) = self.ports.inputs, self.ports.outputs
+        sizes = zip(tensors["A"].shape[::-1], a.axes[::-1], strict=False)
+        depth = [size for size, axis in sizes if axis not in c.axes]
+        return Work(2 * math.prod((*tensors["C"].shape, *depth)), self.method)
 
     def boundary(self, tensors: Tensors) -> Edge:
         batch = tuple(map(max, tensors["A"].shape[:-2], tensors["B"].shape[:-2]))
@@ -265,10 +268,6 @@ class Contraction(Matmul):
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _ports(self.batched, self.rows, self.depth, self.columns)
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        depth = shapes["A"][self.batched + self.rows :]
-        return 2 * math.prod(shapes["C"]) * math.prod(depth)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

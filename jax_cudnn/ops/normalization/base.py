@@ -14,7 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, frozen
+from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, Work, frozen
 from ..._core.reasons import Reason
 from .extents import Extent
 
@@ -116,8 +116,8 @@ class Normalizing(Node):
                 )
         return None
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 8 * math.prod(shapes["input"])
+    def work(self, tensors: Tensors) -> Work:
+        return Work(8 * math.prod(tensors["input"].shape), self.method)
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
@@ -225,9 +225,9 @@ class Phased(Normalization):
     def keywords(self) -> dict[str, Any]:
         return {}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        kept = self.norm_forward_phase == TRAINING
-        return super().pattern(tensors) + ("" if kept else " inference")
+    def work(self, tensors: Tensors) -> Work:
+        work, kept = super().work(tensors), self.norm_forward_phase == TRAINING
+        return work if kept else work._replace(pattern=f"{work.pattern} inference")
 
 
 class NormalizationBackward(Normalizing):

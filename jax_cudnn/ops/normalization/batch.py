@@ -223,7 +223,7 @@ class BatchnormInference(Node):
     """
 
     method = "batchnorm_inference"
-    algebra = Algebra(smooth=True)
+    algebra = Algebra(smooth=True, affine="input")
     dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
     xla_only = XLA_ONLY
     dtypes = FLOATS
@@ -263,13 +263,6 @@ class BatchnormInference(Node):
         wide = (x.astype(arithmetic(self.compute_data_type)) for x in given)
         x, mean, inv_variance, scale, bias = wide
         return (normalized(x, mean, inv_variance) * scale + bias,)
-
-    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
-        if "input" in arrays:
-            return None
-        kind, ports = arithmetic(self.compute_data_type), self.ports.input_names[1:]
-        mean, inv_variance, scale, bias = (arrays[port].astype(kind) for port in ports)
-        return inv_variance * scale, bias - mean * inv_variance * scale
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         if batched <= {"input"}:

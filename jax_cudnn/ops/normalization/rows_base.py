@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, Engines, Fold, Seen
+from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, Engines, Fold, Seen, Work
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
@@ -68,11 +68,11 @@ class OfRows(Normalizing):
         """See :class:`Engines`; ``length`` is that of a row."""
         return 0
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
         """cuDNN has separate kernels for rows that fit one block of threads and for longer ones."""
-        length = self.length(tensors)
+        work, length = super().work(tensors), self.length(tensors)
         words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
-        return super().pattern(tensors) + words
+        return work._replace(pattern=work.pattern + words)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the rows if only row-wise operands are batched; otherwise leading."""

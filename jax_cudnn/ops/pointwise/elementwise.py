@@ -17,7 +17,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Algebra, Fold, Node
+from ..._core.graph.node import Algebra, Fold, Node, Work
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -69,8 +69,8 @@ class Pointwise(Node):
             "cuDNN supports equal shapes only"
         )
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        return ""
+    def work(self, tensors: Tensors) -> Work:
+        return super().work(tensors)._replace(pattern="")
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
