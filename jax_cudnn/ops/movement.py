@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
 from .._core.graph.planned import Example
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
@@ -63,7 +63,7 @@ class Reshape(Movement):
     """
 
     method = "reshape"
-    dims = "input: *x -> OUT_0: *y"
+    ports = Dims.parse("input: *x -> OUT_0: *y")
     jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
@@ -91,7 +91,7 @@ class Reshape(Movement):
         return cls(mode, None if out_dims is None else integers("out_dims", out_dims))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         shape = source.shape if self.out_dims is None else self.out_dims
         if math.prod(shape) != math.prod(source.shape):
@@ -129,7 +129,7 @@ class Transpose(Movement):
     """
 
     method = "transpose"
-    dims = "input: *x -> OUT_0: *y"
+    ports = Dims.parse("input: *x -> OUT_0: *y")
     jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
@@ -143,7 +143,7 @@ class Transpose(Movement):
         return cls(integers("permutation", permutation))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         if sorted(self.permutation) != list(range(len(source.shape))):
             raise GraphError(
@@ -183,7 +183,7 @@ class BroadcastTo(Movement):
     """
 
     method = "broadcast_to"
-    dims = "input: *x -> OUT_0: *y"
+    ports = Dims.parse("input: *x -> OUT_0: *y")
     jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
     algebra = Algebra(moves=True, recomputed=True)
     requires = "runs in XLA: cuDNN graphs have no such operation"
@@ -199,7 +199,7 @@ class BroadcastTo(Movement):
         return cls(integers("out_dims", out_dims))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         fits = len(source.shape) == len(self.out_dims)
         if not fits or any(

@@ -12,9 +12,9 @@ import numpy as np
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen
+from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
 from .._core.graph.planned import Example
 from .._core.graph.promotion import result_dtype
 from .transformations import along
@@ -49,7 +49,7 @@ class Resample(Node):
     """
 
     method = "resample"
-    dims = "input: n c *x -> Y: n c *y"
+    ports = Dims.parse("input: n c *x -> Y: n c *y")
     jax_names = ("reduce_window", "max_pool", "avg_pool")
     dtypes = FLOATS
     xla_only = XLA_ONLY
@@ -109,7 +109,7 @@ class Resample(Node):
         return along(self, "n c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         n, c, *x = inputs["input"].shape
         y = []
         for axis, (size, (window, stride, before, after)) in enumerate(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, Work, frozen
+from .._core.graph.node import Fold, Node, Work, frozen, matched
 from .._core.graph.planned import Example
 from .transformations import anywhere, grown
 
@@ -92,7 +92,7 @@ class Reduction(Node):
     """
 
     method = "reduction"
-    dims = "input: ... -> Y: ..."
+    ports = Dims.parse("input: ... -> Y: ...")
     jax_names = ("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod")
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     requires = (
@@ -139,7 +139,7 @@ class Reduction(Node):
         return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         out = (1,) * len(shape) if self.out_dims is None else self.out_dims
         if len(out) != len(shape) or any(o not in (1, s) for o, s in zip(out, shape, strict=True)):

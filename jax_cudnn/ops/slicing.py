@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen, matched
 from .._core.graph.planned import Example
 from .transformations import anywhere
 
@@ -38,7 +38,7 @@ class Slice(Node):
     """
 
     method = "slice"
-    dims = "input: *x -> OUT_0: *y"
+    ports = Dims.parse("input: *x -> OUT_0: *y")
     jax_names = ("slice", "dynamic_slice", "slice_in_dim")
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
@@ -80,7 +80,7 @@ class Slice(Node):
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         if len(self.slices) != len(source.shape) or any((s[2] or 1) < 1 for s in self.slices):
             raise GraphError(
@@ -144,7 +144,7 @@ class Concatenate(Node):
     """
 
     method = "concatenate"
-    dims = "*inputs: *x -> OUT_0: *y"
+    ports = Dims.parse("*inputs: *x -> OUT_0: *y")
     jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")

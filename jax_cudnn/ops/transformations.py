@@ -72,7 +72,7 @@ def anywhere(
 
 
 def along(node: Node, letters: str, batched: frozenset[str], tensors: Tensors) -> Iterator[Fold]:
-    """Into the dimensions of these letters of ``dims``, in which elements are independent of each
+    """Into the dimensions of these letters of the ports, in which elements are independent of each
     other."""
     for letter in letters.split():
         axes = {

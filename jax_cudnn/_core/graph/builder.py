@@ -304,7 +304,7 @@ def register(cls: N) -> N:
 
 
 def check_contract(cls: type[Node]) -> None:
-    """TypeError if a node class violates the contract; sets ``cls.ports``."""
+    """TypeError if a node class violates the contract."""
 
     def check(condition: object, problem: str) -> None:
         if not condition:
@@ -312,6 +312,7 @@ def check_contract(cls: type[Node]) -> None:
 
     check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
     check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
+    check(isinstance(getattr(cls, "ports", None), Dims), "ports must be Dims.parse(...)")
     check(is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
     check(cls.reference is not Node.reference, "reference is missing")
     own = (cls.__dict__.get("__doc__") or "").strip()
@@ -319,7 +320,6 @@ def check_contract(cls: type[Node]) -> None:
     stripped = sys.flags.optimize > 1  # python -OO removes docstrings
     check(stripped or (own and not own.startswith(generated)), "docstring is missing")
     check(cls.examples, "at least one example is needed")
-    cls.ports = Dims.parse(cls.dims)
     for example in cls.examples:
         required = {port.name for port in cls.ports.inputs if not port.optional}
         fits = required <= {*example.inputs} <= {*cls.ports.input_names}

@@ -145,11 +145,24 @@ def advanced(words: jax.Array, by: Any) -> jax.Array:
     return jax.numpy.stack([low, words[..., 1] + (low < words[..., 0])], axis=-1)
 
 
+def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+    """The letters of a node's ports matched against its inputs; checks ranks, sizes and dtypes."""
+    for port, tensor in inputs.items():
+        if tensor.dtype not in node.dtypes:
+            raise GraphTypeError(
+                f"{node.method} does not take {tensor.dtype} for {port!r}",
+                expected=", ".join(node.dtypes),
+                got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
+                fix=f"cast it before the call: {port}.astype(jnp.{node.dtypes[0]})",
+            )
+    return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+
+
 @frozen
 class Node(Planned):
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
 
-    dims: ClassVar[str]
+    ports: ClassVar[Dims]
     """Ports and shapes, see :mod:`.dims`."""
     jax_names: ClassVar[tuple[str, ...]] = ()
     """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
@@ -167,7 +180,6 @@ class Node(Planned):
     """For ports of arrays, the port of offsets into the array: multiples of the number of elements
     of a row, which is less on a shard of the later dimensions."""
     examples: ClassVar[tuple[Example, ...]] = ()
-    ports: ClassVar[Dims]
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
     """The dtype in which the node computes and accumulates."""
@@ -214,25 +226,13 @@ class Node(Planned):
         """The arguments of pygraph's method, after deriving some ports from other arguments."""
         return given
 
-    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        """The letters of ``dims`` matched against the inputs; checks ranks, sizes and dtypes."""
-        for port, tensor in inputs.items():
-            if tensor.dtype not in self.dtypes:
-                raise GraphTypeError(
-                    f"{self.method} does not take {tensor.dtype} for {port!r}",
-                    expected=", ".join(self.dtypes),
-                    got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
-                    fix=f"cast it before the call: {port}.astype(jnp.{self.dtypes[0]})",
-                )
-        return self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
-
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         """Shape and dtype of every output port; raises the errors for invalid operands.
 
         The dtype is that of an output of the graph; an intermediate is float32 unless the user
         sets its type.
         """
-        sizes = self.sizes(inputs)
+        sizes = matched(self, inputs)
         dtype = result_dtype(inputs)
         return {name: (self.ports.shape(name, sizes), dtype) for name in self.results}
 

@@ -23,6 +23,7 @@ from ..._core.graph.node import (
     Seen,
     Work,
     frozen,
+    matched,
 )
 from ..._core.reasons import Reason
 from . import extras
@@ -286,16 +287,11 @@ class SdpaBase(AttentionBase, HasBias):
         rate = extras.probability(attributes.get("dropout_probability"))
         return super().create(**{**attributes, "dropout_probability": rate})
 
-    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        check_int32(inputs, LENGTHS)
-        other = (*LENGTHS, *extras.RAW)
-        return super().sizes(
-            {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
-        )
-
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        self.sizes(inputs)
+        check_int32(inputs, LENGTHS)
+        raw = {*LENGTHS, *extras.RAW}
+        matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)
         extras.check(self, inputs)

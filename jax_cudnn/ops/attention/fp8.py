@@ -10,7 +10,7 @@ import jax
 
 from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import Fold, Node, frozen
 from ..._core.graph.planned import Example
@@ -200,7 +200,7 @@ class SdpaFp8(Fp8Forward):
     """
 
     method = "sdpa_fp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "descale_s: *s, scale_s: *f, scale_o: *o, ?seq_len_q: *i, ?seq_len_kv: *j "
         "-> O: b h s e, Stats: *l, Amax_S: *x, Amax_O: *y"
@@ -281,7 +281,7 @@ class SdpaFp8Backward(Fp8Backward):
     """
 
     method = "sdpa_fp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, "
         "descale_q: *q, descale_k: *k, descale_v: *v, descale_o: *o, descale_dO: *p, "
         "descale_s: *s, descale_dP: *r, scale_s: *f, scale_dQ: *t, scale_dK: *u, scale_dV: *w, "

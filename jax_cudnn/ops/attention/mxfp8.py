@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import E8M0
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
@@ -114,7 +114,7 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
     """
 
     method = "sdpa_mxfp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> O: b h s e, Stats: *l, Amax_O: *y"
     )
@@ -187,7 +187,7 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
     """
 
     method = "sdpa_mxfp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, q_T: b h s d, k: b n t d, k_T: b n t d, v: b n t e, o_f16: b h s e, "
         "dO_f16: b h s e, dO: b h s e, dO_T: b h s e, stats: *l, descale_q: *a, descale_q_T: *b, "
         "descale_k: *c, descale_k_T: *d, descale_v: *e, descale_dO: *f, descale_dO_T: *g, "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Engines, Fold, Node, View, Work, frozen
+from ..._core.graph.node import Edge, Engines, Fold, Node, View, Work, frozen, matched
 from ..._core.reasons import Reason
 from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
@@ -170,7 +170,7 @@ class StoredSdpa(HasBias):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         integers = self.storage.integers
         check_int32(inputs, integers)
-        sizes = self.sizes({port: x for port, x in inputs.items() if port not in integers})
+        sizes = matched(self, {port: x for port, x in inputs.items() if port not in integers})
         self.storage.check(inputs, sizes)
         self.check_bias(inputs)
         if self.is_backward:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
+from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines, matched
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Reason
@@ -46,7 +46,7 @@ class ConvDgrad(ConvolutionGradient):
     """
 
     method = "conv_dgrad"
-    dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
+    ports = Dims.parse("loss: n k *y, filter: k i *r -> DX: n c *x")
     roles = Roles("DX", "filter", "loss")
     jax_names = ("conv_transpose",)
     requires = (
@@ -88,7 +88,7 @@ class ConvDgrad(ConvolutionGradient):
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         loss, filter = inputs["loss"], inputs["filter"]
         rank = len(filter.shape) - 2
         image = []
@@ -187,7 +187,7 @@ class ConvWgrad(ConvolutionGradient):
     """
 
     method = "conv_wgrad"
-    dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    ports = Dims.parse("image: n c *x, loss: n k *y -> DW: k i *r")
     roles = Roles("image", "DW", "loss")
     anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
     requires = (
@@ -230,7 +230,7 @@ class ConvWgrad(ConvolutionGradient):
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         image, loss = inputs["image"], inputs["loss"]
         rank = len(image.shape) - 2
         window = []

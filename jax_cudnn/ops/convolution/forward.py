@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic
-from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node
+from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import product_dtype
 from ..transformations import along
@@ -50,7 +50,7 @@ class ConvFprop(Convolution):
     """
 
     method = "conv_fprop"
-    dims = "image: n c *x, weight: k i *r -> Y: n k *y"
+    ports = Dims.parse("image: n c *x, weight: k i *r -> Y: n k *y")
     roles = Roles("image", "weight", "Y")
     anchor = Anchor(product=True, prologue="genstats", order=CHANNELS_LAST)  # both in float16
     algebra = Algebra(scaled="weight")  # by a factor of each feature
@@ -95,7 +95,7 @@ class ConvFprop(Convolution):
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         return {"Y": (self.forward_shape(**inputs), product_dtype(inputs))}
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
@@ -170,7 +170,7 @@ class Genstats(Node):
     """
 
     method = "genstats"
-    dims = "input: n c *x -> SUM: n c *x, SQ_SUM: n c *x"
+    ports = Dims.parse("input: n c *x -> SUM: n c *x, SQ_SUM: n c *x")
     requires = (
         "it follows a float16 convolution whose result is float16 (.set_data_type) and is also "
         "returned; in other graphs, two reductions compute the same sums"
@@ -184,7 +184,7 @@ class Genstats(Node):
         return along(self, "c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         if len(shape) < 3:
             raise GraphError(

@@ -71,7 +71,7 @@ class Matmul(Node):
     """
 
     method = "matmul"
-    dims = "A: ... m k, B: ... k n -> C: ... m n"
+    ports = Dims.parse("A: ... m k, B: ... k n -> C: ... m n")
     jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
     requires = (
         "operands of one dtype, or two float8 formats; cast an operand of another dtype in the "

@@ -14,7 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, Work, frozen
+from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, Work, frozen, matched
 from ..._core.reasons import Reason
 from .extents import Extent
 
@@ -31,7 +31,7 @@ PHASES = (TRAINING, INFERENCE)
 Moments = Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array]]
 """Mean and variance of an array over these axes."""
 STATISTICS = ("mean", "inv_var")
-BACKWARD_DIMS = (
+BACKWARD_PORTS = Dims.parse(
     "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
 )
 
@@ -50,7 +50,7 @@ class Normalizing(Node):
 
     def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         """The shapes of input and statistics; GraphError if the operands do not fit."""
-        self.sizes(inputs)
+        matched(self, inputs)
         shape, scale = inputs["input"].shape, inputs["scale"].shape
         if len(scale) != len(shape) or not self.extent.fits(shape, scale):
             raise GraphError(

@@ -11,12 +11,12 @@ from jax.core import max_dim
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
-from .base import BACKWARD_DIMS, Moments, normalized
+from .base import BACKWARD_PORTS, Moments, normalized
 from .channels import (
     CHANNELS,
     IMAGES,
@@ -71,7 +71,7 @@ class BatchnormBackward(BackwardOfChannels):
         returns_prologue=True,
         bit_masks=True,
     )
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     requires = "channels a multiple of 8"
     extent = Spatial(batch=True)
     examples = (backward_example(IMAGES),)
@@ -114,7 +114,7 @@ class Batchnorm(ForwardOfChannels):
     """
 
     method = "batchnorm"
-    dims = (
+    ports = Dims.parse(
         "input: *x, scale: *s, bias: *s, in_running_mean: *s, in_running_var: *s, epsilon: *e, "
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
@@ -224,7 +224,7 @@ class BatchnormInference(Node):
 
     method = "batchnorm_inference"
     algebra = Algebra(smooth=True, affine="input")
-    dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
+    ports = Dims.parse("input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x")
     xla_only = XLA_ONLY
     dtypes = FLOATS
     requires = "runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200"

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
-from .base import ANCHOR, BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
+from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class InstancenormBackward(BackwardOfChannels):
     """
 
     method = "instancenorm_backward"
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     requires = (
         "a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA runs it"
     )
@@ -149,7 +150,9 @@ class Instancenorm(ForwardOfChannels, Phased):
     """
 
     method = "instancenorm"
-    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Spatial(batch=False)
     backward = InstancenormBackward
     examples = (

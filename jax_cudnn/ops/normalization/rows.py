@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import BY_REFERENCE, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
-from .base import BACKWARD_DIMS, TRAINING
+from .base import BACKWARD_PORTS, TRAINING
 from .extents import Rows
 from .rows_base import BackwardOfRows, ForwardOfRows, ones
 
@@ -44,7 +45,7 @@ class AdalayernormBackward(BackwardOfRows):
     """
 
     method = "adalayernorm_backward"
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     extent = Rows(first=1)
     examples = (
         Example(
@@ -85,7 +86,9 @@ class Adalayernorm(ForwardOfRows):
     """
 
     method = "adalayernorm"
-    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Rows(first=1)
     backward = AdalayernormBackward
     examples = (
@@ -130,7 +133,7 @@ class LayernormBackward(BackwardOfRows):
     """
 
     method = "layernorm_backward"
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     extent = Rows()
     in_front = AdalayernormBackward
     examples = (
@@ -190,7 +193,9 @@ class Layernorm(ForwardOfRows):
     """
 
     method = "layernorm"
-    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Rows()
     backward = LayernormBackward
     in_front = Adalayernorm
@@ -245,7 +250,9 @@ class RmsnormBackward(BackwardOfRows):
     """
 
     method = "rmsnorm_backward"
-    dims = "grad: *x, input: *x, scale: *s, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+    ports = Dims.parse(
+        "grad: *x, input: *x, scale: *s, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+    )
     extent = Rows(centred=False)
     examples = (
         Example(
@@ -313,7 +320,7 @@ class Rmsnorm(ForwardOfRows):
     """
 
     method = "rmsnorm"
-    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m"
+    ports = Dims.parse("input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m")
     extent = Rows(centred=False)
     backward = RmsnormBackward
     rounding = "the mean square in float32"

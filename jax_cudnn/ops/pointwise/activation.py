@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import Algebra, Engines, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
@@ -175,7 +176,7 @@ class Relu(Clipped):
     """
 
     method = "relu"
-    dims = "input: ... -> OUT_0: ..."
+    ports = Dims.parse("input: ... -> OUT_0: ...")
     jax_names = ("relu", "relu6")
     examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
 
@@ -223,7 +224,7 @@ class LeakyRelu(Pointwise):
     """
 
     method = "leaky_relu"
-    dims = "input: ... -> OUT_0: ..."
+    ports = Dims.parse("input: ... -> OUT_0: ...")
     result = "real"
     jax_names = ("leaky_relu",)
     examples = (
@@ -257,7 +258,7 @@ class Swish(Pointwise):
     """
 
     method = "swish"
-    dims = "input: ... -> OUT_0: ..."
+    ports = Dims.parse("input: ... -> OUT_0: ...")
     result = "real"
     jax_names = ("silu", "swish")
     examples = (*_UNARY, *small(("input",), {"swish_beta": 1.5}))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
@@ -159,7 +160,7 @@ class ReluBackward(Clipped):
     method = "relu_backward"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
+    ports = Dims.parse("loss: ..., input: ... -> OUT_0: ...")
     examples = (*_BACKWARD, *small(("loss", "input"), *CLIPS))
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
@@ -187,7 +188,7 @@ class LeakyReluBackward(Pointwise):
     method = "leaky_relu_backward"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
+    ports = Dims.parse("loss: ..., input: ... -> OUT_0: ...")
     result = "real"
     examples = (
         Example({"loss": IMAGES, "input": IMAGES}, "bfloat16", {"negative_slope": 0.01}),
@@ -220,7 +221,7 @@ class SwishBackward(Pointwise):
     method = "swish_backward"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
+    ports = Dims.parse("loss: ..., input: ... -> OUT_0: ...")
     result = "real"
     examples = (*_BACKWARD, *small(("loss", "input"), {"swish_beta": 1.5}))
 

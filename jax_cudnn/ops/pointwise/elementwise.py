@@ -15,7 +15,7 @@ import jax
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
 from ..._core.graph.node import Algebra, Fold, Node, Work
 from ..._core.graph.planned import Example
@@ -188,7 +188,7 @@ def elementwise(
             "__module__": function.__module__,
             "__qualname__": name,  # pickle finds the class under the function's name
             "method": name,
-            "dims": ", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ...",
+            "ports": Dims.parse(", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ..."),
             "slope": slope,
             "reads": {} if jumps else {p: _operands(f) for p, f in known.items() if f is not None},
             "reference": lambda self, **arrays: (function(**arrays),),

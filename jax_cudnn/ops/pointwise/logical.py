@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen
+from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
 from ..._core.graph.planned import Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
@@ -139,7 +139,7 @@ class BinarySelect(Pointwise):
     method = "binary_select"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
     algebra = Pointwise.algebra._replace(chooses=True)
-    dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
+    ports = Dims.parse("input0: ..., input1: ..., mask: ... -> OUT_0: ...")
     jax_names = ("where", "select")
     dtypes = (*Pointwise.dtypes, "bool")
     examples = (
@@ -192,7 +192,7 @@ class GenIndex(Pointwise):
     """
 
     method = "gen_index"
-    dims = "input: *x -> OUT_0: *x"  # not "...": the position of an element matters
+    ports = Dims.parse("input: *x -> OUT_0: *x")  # not "...": the position of an element matters
     requires = (
         "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
         "mixes up axes 0 and 1"
@@ -215,7 +215,7 @@ class GenIndex(Pointwise):
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         if not -len(shape) <= self.axis < len(shape):
             raise GraphError(

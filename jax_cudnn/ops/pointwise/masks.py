@@ -18,9 +18,9 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Fold, Node, frozen
+from ..._core.graph.node import Edge, Fold, Node, frozen, matched
 from ..._core.graph.planned import Example
 from ..._core.reasons import Reason
 from .activation import Relu
@@ -74,7 +74,7 @@ class ReluMask(Node):
     """
 
     method = "relu_mask"
-    dims = "input: *x -> OUT_0: *x, MASK: *m"
+    ports = Dims.parse("input: *x -> OUT_0: *x, MASK: *m")
     dtypes = FLOATS
     requires = "together with batchnorm"
     examples = (Example({"input": _IMAGES}, alone=False),)
@@ -93,7 +93,7 @@ class ReluMask(Node):
         return replace(self, has_mask=False) if "MASK" in results else self
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         x = inputs["input"]
         found = {"OUT_0": (x.shape, x.dtype), "MASK": (_mask_shape(x.shape), "uint8")}
         return {port: found[port] for port in self.results}
@@ -129,7 +129,7 @@ class Masked(Node):
     """
 
     method = "masked"
-    dims = "input: *x, mask: *m -> OUT_0: *x"
+    ports = Dims.parse("input: *x, mask: *m -> OUT_0: *x")
     dtypes = FLOATS
     requires = "together with batchnorm_backward"
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
