@@ -19,7 +19,7 @@ run in XLA use the original shapes.
 eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
 boolean at the edge of a planned graph is always a bit mask.
 
-**Integers that index other operands** (offsets, lengths, pages; ``Edge.integers``) are clipped to
+**Integers that index other operands** (offsets, lengths, pages; ``Indices``) are clipped to
 their bounds before every call, because a plan would access other memory with wrong ones.
 """
 
@@ -77,7 +77,7 @@ class Boundary:
             call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
             for call, at in spec.at_ports
         )
-        self.indexes = any(edge.integers for edge in self.edges)
+        self.indexes = any(call.node.indices.positions for call in spec.calls)
 
     @cached_property
     def planned(self) -> GraphSpec:
@@ -114,7 +114,8 @@ class Boundary:
         spec = self._spec
         values = dict(zip(spec.inputs, operands, strict=True))
         for call, edge in zip(spec.calls, self.edges, strict=True):
-            names = {port: name for port, name in call.inputs if port in edge.integers}
+            positions = call.node.indices.positions
+            names = {port: name for port, name in call.inputs if port in positions}
             given = {port: values[name] for port, name in names.items() if name in values}
             if not given or len(given) < len(names):
                 continue

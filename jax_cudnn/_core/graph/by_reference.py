@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, Draws, Node, Work, frozen
+from .node import XLA_ONLY, Draws, Indices, Node, Work, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -55,8 +55,8 @@ class ByReference(Node):
         return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
 
     @property
-    def selecting(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.selecting
+    def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Indices(selecting=self.base.indices.selecting)
 
     def deterministic(self) -> Node | None:
         return self if self.base.deterministic() == self.base else None

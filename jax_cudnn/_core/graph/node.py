@@ -13,6 +13,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -113,6 +114,22 @@ class Algebra(NamedTuple):
     scaled: str = ""
 
 
+class Indices(NamedTuple):
+    """The input ports whose values say where other operands are read, or how much is computed.
+
+    Attributes:
+        positions: int32 ports with the positions of elements in other operands: offsets, lengths,
+            pages. :class:`.Edge` clips them.
+        offsets: for ports of arrays, that of the offsets into the array: multiples of the number of
+            elements of a row, which is less on a shard of the later dimensions.
+        selecting: with one of these ports, the least work is to write the results.
+    """
+
+    positions: tuple[str, ...] = ()
+    offsets: Mapping[str, str] = MappingProxyType({})
+    selecting: tuple[str, ...] = ()
+
+
 class Draws(NamedTuple):
     """The random numbers that a node draws: others in XLA than in cuDNN, so that forward and
     derivatives must both run on one of them. A shard of the batch draws its part.
@@ -173,12 +190,8 @@ class Node(Planned):
     """Text of the numerics page on this node, in addition to accumulation and output rounding."""
     draws: ClassVar[Draws | None] = None
     """The random numbers that the node draws, if the port of the seed is there."""
-    selecting: ClassVar[tuple[str, ...]] = ()
-    """Ports whose values decide what is computed and read, such as lengths: with one of them, the
-    least work is to write the results."""
-    offsets: ClassVar[Mapping[str, str]] = {}
-    """For ports of arrays, the port of offsets into the array: multiples of the number of elements
-    of a row, which is less on a shard of the later dimensions."""
+    indices: ClassVar[Indices] = Indices()
+    """The ports of values that index other operands."""
     examples: ClassVar[tuple[Example, ...]] = ()
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)

@@ -152,9 +152,8 @@ class Edge(NamedTuple):
             which XLA broadcasts them; and results that it would write wrongly, with the shapes that
             XLA sums.
         initial: results of which a plan may write only a part, with the value of the rest.
-        integers: int32 input ports with the positions of elements in other operands.
-        clipped: the operands at ``integers``, clipped to the bounds of the arrays that they index:
-            a plan would access other memory with wrong ones.
+        clipped: the operands at ``Indices.positions``, clipped to the bounds of the arrays that
+            they index: a plan would access other memory with wrong ones.
         bits: for a node with a port of masks, bytes to XLA and bits to cuDNN: the equivalent nodes
             on booleans, each with its operands (ports or scalars) and the port of its result.
         masks: the ports of these masks.
@@ -163,7 +162,6 @@ class Edge(NamedTuple):
 
     shapes: Mapping[str, Shape] = MappingProxyType({})
     initial: Mapping[str, float] = MappingProxyType({})
-    integers: tuple[str, ...] = ()
     clipped: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] = dict
     bits: Sequence[tuple[Node, tuple[str | float, ...], str]] = ()
     masks: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ def cost(spec: GraphSpec) -> Cost:
 
 def selects(call: Call) -> bool:
     """Whether it selects by value what it reads."""
-    return any(port in call.node.selecting for port, _ in call.inputs)
+    return any(port in call.node.indices.selecting for port, _ in call.inputs)
 
 
 def flops(call: Call, tensors: Mapping[str, Tensor]) -> int:

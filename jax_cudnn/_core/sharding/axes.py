@@ -95,7 +95,9 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         named.append(found)
     for offsets, names in with_offsets(spec).items():
         rows = [[ids[n, axis] for axis in range(1, len(spec.tensor(n).shape))] for n in names]
-        alone = all(port in call.node.offsets.values() for call, port in _reads(spec)[offsets])
+        alone = all(
+            port in call.node.indices.offsets.values() for call, port in _reads(spec)[offsets]
+        )
         alike = len({spec.tensor(n).shape[1:] for n in names}) == 1
         if alone and alike and offsets in spec.inputs:
             classes.join_all(*rows)
@@ -160,7 +162,7 @@ def with_offsets(spec: GraphSpec) -> Mapping[str, set[str]]:
     found: dict[str, set[str]] = {}
     for call in spec.calls:
         at = dict((*call.inputs, *call.outputs))
-        for array, offsets in call.node.offsets.items():
+        for array, offsets in call.node.indices.offsets.items():
             if array in at and offsets in at:
                 found.setdefault(at[offsets], set()).add(at[array])
     return found
@@ -302,7 +304,7 @@ def _traced(
     """The steps of a node's reference, and the values at its ports."""
     trace = Trace(Classes())
     values = {port: trace.value(shape) for port, shape, _ in inputs}
-    for port in node.offsets.values():
+    for port in node.indices.offsets.values():
         if port in values:
             values[port].is_offset = True
     assert not values.keys() & {port for port, *_ in outs}, node

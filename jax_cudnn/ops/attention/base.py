@@ -18,6 +18,7 @@ from ..._core.graph.node import (
     Draws,
     Engines,
     Fold,
+    Indices,
     Node,
     OtherForm,
     Seen,
@@ -190,7 +191,7 @@ class AttentionBase(Node):
         broadcasts=NUMBERS_ONLY,
         order=ROW_MAJOR,
     )
-    selecting = LENGTHS[:1]
+    indices = Indices(selecting=LENGTHS[:1])
     bounds: ClassVar[tuple[str, str]] = ("diagonal_band_left_bound", "diagonal_band_right_bound")
     compute_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
@@ -259,7 +260,7 @@ class SdpaBase(AttentionBase, HasBias):
 
     dtypes = FLOATS
     requires = _REQUIRES
-    selecting = (LENGTHS[0], "block_mask")
+    indices = Indices(LENGTHS, selecting=(LENGTHS[0], "block_mask"))
     rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
     compute_dtypes = ("float32", "float64")
 

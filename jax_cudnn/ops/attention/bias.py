@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Edge, Engines, Node, Seen, View, frozen
+from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
 from ..._core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class HasBias(Node):
     """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
     ``dBias`` in the backward pass."""
 
+    indices = Indices(LENGTHS, selecting=LENGTHS[:1])
+
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
         raise NotImplementedError
@@ -91,7 +93,6 @@ class HasBias(Node):
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge(
             shapes=self.stretched(tensors),
-            integers=LENGTHS,
             clipped=functools.partial(self.clipped, tensors),
             advice=functools.partial(self.advice, tensors),
         )

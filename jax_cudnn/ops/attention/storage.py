@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Engines, Fold, Node, View, Work, frozen, matched
+from ..._core.graph.node import Edge, Engines, Fold, Indices, Node, View, Work, frozen, matched
 from ..._core.reasons import Reason
 from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
@@ -44,10 +44,7 @@ class Storage:
     gradients: ClassVar[Mapping[str, str]] = {"dQ": "q", "dK": "k", "dV": "v"}
     """The backward node's results, and the ports of which they are the gradients."""
     requires: ClassVar[str] = SdpaBase.requires
-    integers: ClassVar[tuple[str, ...]] = LENGTHS
-    """int32 ports with the positions of elements in other operands."""
-    offsets: ClassVar[Mapping[str, str]] = {}
-    """Port -> the port of its offsets."""
+    indices: ClassVar[Indices] = HasBias.indices
     initial: ClassVar[Mapping[str, float]] = {}
     """What tokens of no sequence hold in the results."""
     has_bias: ClassVar[bool] = True
@@ -80,7 +77,7 @@ class Storage:
         raise NotImplementedError
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
-        """The operands at ``integers`` in the bounds of the arrays."""
+        """The operands that index others, in the bounds of the arrays."""
         return clipped_lengths(given, *self.scores(tensors)[2:])
 
     def emit(
@@ -117,7 +114,6 @@ class StoredSdpa(HasBias):
 
     anchor = SdpaBase.anchor
     dtypes = FLOATS
-    selecting = LENGTHS[:1]
     rounding = SdpaBase.rounding
     gradients = gradients
 
@@ -134,8 +130,8 @@ class StoredSdpa(HasBias):
         return self.storage.requires
 
     @property
-    def offsets(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.storage.offsets
+    def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.indices
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -168,7 +164,7 @@ class StoredSdpa(HasBias):
         return self.base.keywords() | own
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        integers = self.storage.integers
+        integers = self.indices.positions
         check_int32(inputs, integers)
         sizes = matched(self, {port: x for port, x in inputs.items() if port not in integers})
         self.storage.check(inputs, sizes)
@@ -210,8 +206,7 @@ class StoredSdpa(HasBias):
         return super().views(port, tensors) if found is None else found
 
     def boundary(self, tensors: Tensors) -> Edge:
-        further = {"integers": self.storage.integers, "initial": self.storage.initial}
-        return super().boundary(tensors)._replace(**further)
+        return super().boundary(tensors)._replace(initial=self.storage.initial)
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         return self.storage.clipped(tensors, given)
