@@ -117,7 +117,7 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield "yes" if node.anchor.product and "float32" in node.dtypes else ""
     always = made.deterministic() == made
     yield "" if moves or node.xla_only else ("always" if always else "on request")
-    yield node.rounding
+    yield node.about.rounding
 
 
 # The first of these types that a node takes stands for its kind.

@@ -15,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
-from .._core.graph.planned import Example
+from .._core.graph.planned import About, Example
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
@@ -35,9 +35,9 @@ class Movement(Node):
     algebra = Algebra(moves=True)
     xla_only = XLA_ONLY
     dtypes = (*NUMBERS, E8M0, "bool")
-    requires = (
-        "runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on Hopper; "
-        "older versions do not have the operation"
+    about = About(
+        requires="runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on "
+        "Hopper; older versions do not have the operation",
     )
 
     def linear_in(self, ports: Collection[str]) -> bool:
@@ -64,7 +64,7 @@ class Reshape(Movement):
 
     method = "reshape"
     ports = Dims.parse("input: *x -> OUT_0: *y")
-    jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
+    about = Movement.about._replace(jax_names=("reshape", "ravel", "expand_dims", "squeeze"))
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
         Example(
@@ -130,7 +130,7 @@ class Transpose(Movement):
 
     method = "transpose"
     ports = Dims.parse("input: *x -> OUT_0: *y")
-    jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
+    about = Movement.about._replace(jax_names=("transpose", "swapaxes", "moveaxis", "permute_dims"))
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
         Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
@@ -184,9 +184,11 @@ class BroadcastTo(Movement):
 
     method = "broadcast_to"
     ports = Dims.parse("input: *x -> OUT_0: *y")
-    jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
+    about = About(
+        requires="runs in XLA: cuDNN graphs have no such operation",
+        jax_names=("broadcast_to", "broadcast_in_dim", "tile", "repeat"),
+    )
     algebra = Algebra(moves=True, recomputed=True)
-    requires = "runs in XLA: cuDNN graphs have no such operation"
     examples = (
         Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
         Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),

@@ -15,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
 from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
-from .._core.graph.planned import Example
+from .._core.graph.planned import About, Example
 from .._core.graph.promotion import result_dtype
 from .transformations import along
 
@@ -50,10 +50,12 @@ class Resample(Node):
 
     method = "resample"
     ports = Dims.parse("input: n c *x -> Y: n c *y")
-    jax_names = ("reduce_window", "max_pool", "avg_pool")
+    about = About(
+        requires="runs in XLA: nvidia-cudnn-frontend offers it in C++ only",
+        jax_names=("reduce_window", "max_pool", "avg_pool"),
+    )
     dtypes = FLOATS
     xla_only = XLA_ONLY
-    requires = "runs in XLA: nvidia-cudnn-frontend offers it in C++ only"
     examples = (
         Example(
             {"input": (8, 64, 28, 28)},

@@ -15,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
 from .._core.graph.node import Fold, Node, Work, frozen, matched
-from .._core.graph.planned import Example
+from .._core.graph.planned import About, Example
 from .transformations import anywhere, grown
 
 if TYPE_CHECKING:
@@ -93,17 +93,17 @@ class Reduction(Node):
 
     method = "reduction"
     ports = Dims.parse("input: ... -> Y: ...")
-    jax_names = ("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod")
+    about = About(
+        requires="it is the last node of a graph; alone in a graph it reduces the last dimension "
+        "(C of NCHW), all but the last, or everything; cuDNN has engines for the modes ADD, MIN, "
+        "MAX and AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with "
+        "ADD; for AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in "
+        "jnp)",
+        jax_names=("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod"),
+        rounding="cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN, in XLA on a "
+        "GPU not",
+    )
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
-    requires = (
-        "it is the last node of a graph; alone in a graph it reduces the last dimension (C of "
-        "NCHW), all but the last, or everything; cuDNN has engines for the modes ADD, MIN, MAX and "
-        "AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
-        "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
-    )
-    rounding = (
-        "cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN, in XLA on a GPU not"
-    )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),

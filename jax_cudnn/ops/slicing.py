@@ -14,7 +14,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import NUMBERS
 from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen, matched
-from .._core.graph.planned import Example
+from .._core.graph.planned import About, Example
 from .transformations import anywhere
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class Slice(Node):
 
     method = "slice"
     ports = Dims.parse("input: *x -> OUT_0: *y")
-    jax_names = ("slice", "dynamic_slice", "slice_in_dim")
+    about = About(
+        requires="cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a "
+        "matmul; otherwise slice arrays before the call, or results after it",
+        jax_names=("slice", "dynamic_slice", "slice_in_dim"),
+    )
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
-    requires = (
-        "cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a matmul; "
-        "otherwise slice arrays before the call, or results after it"
-    )
     examples = (
         Example(
             {"input": (4, 16, 8)},
@@ -145,14 +145,14 @@ class Concatenate(Node):
 
     method = "concatenate"
     ports = Dims.parse("*inputs: *x -> OUT_0: *y")
-    jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
+    about = About(
+        requires="runs in XLA, in the same program: cuDNN accepts it only with a convolution, and "
+        "then does not write the other operands' part of the result (measured: H200, cuDNN 9.19)",
+        jax_names=("concatenate", "concat", "stack", "hstack", "vstack"),
+    )
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
     xla_only = XLA_ONLY
-    requires = (
-        "runs in XLA, in the same program: cuDNN accepts it only with a convolution, and then does "
-        "not write the other operands' part of the result (measured: H200, cuDNN 9.19)"
-    )
     examples = (
         Example({"inputs": [(2, 3, 5), (2, 4, 5)]}, "bfloat16", {"axis": 1}),
         Example(

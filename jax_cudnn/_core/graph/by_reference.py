@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, Draws, Indices, Node, Work, frozen
+from .node import XLA_ONLY, About, Draws, Indices, Node, Work, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -51,8 +51,9 @@ class ByReference(Node):
         return f"{self.kind}_{self.base.method}"
 
     @property
-    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        what = f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+        return About(requires=what)
 
     @property
     def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]

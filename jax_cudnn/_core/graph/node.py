@@ -30,6 +30,7 @@ from .planned import NUMBERS_ONLY as NUMBERS_ONLY
 from .planned import ONE_ELEMENT as ONE_ELEMENT
 from .planned import ROW_MAJOR as ROW_MAJOR
 from .planned import XLA_ONLY as XLA_ONLY
+from .planned import About as About
 from .planned import Anchor as Anchor
 from .planned import Edge as Edge
 from .planned import Engines as Engines
@@ -181,13 +182,9 @@ class Node(Planned):
 
     ports: ClassVar[Dims]
     """Ports and shapes, see :mod:`.dims`."""
-    jax_names: ClassVar[tuple[str, ...]] = ()
-    """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
     algebra: ClassVar[Algebra] = Algebra()
-    rounding: ClassVar[str] = ""
-    """Text of the numerics page on this node, in addition to accumulation and output rounding."""
     draws: ClassVar[Draws | None] = None
     """The random numbers that the node draws, if the port of the seed is there."""
     indices: ClassVar[Indices] = Indices()

@@ -35,6 +35,21 @@ MERGED = "merged"
 """Row-major; cuDNN sees adjacent dimensions as one if no tensor of the graph tells them apart."""
 
 
+class About(NamedTuple):
+    """What users are told of an operation, besides its docstring.
+
+    Attributes:
+        requires: the versions, GPUs and shapes that cuDNN requires, for messages and the support
+            table.
+        jax_names: functions of jnp, jax.nn or lax that it replaces, for messages.
+        rounding: what the numerics page says of it, besides accumulation and output rounding.
+    """
+
+    requires: str = ""
+    jax_names: tuple[str, ...] = ()
+    rounding: str = ""
+
+
 class Anchor(NamedTuple):
     """What cuDNN builds an engine around, one in a graph, and what it computes with it; false
     without an ``order``: nothing is built around a node with ``Anchor()``.
@@ -89,7 +104,7 @@ class Engines(NamedTuple):
         rank: the rank of an engine with knobs, where measurements contradict the heuristics: lower
             ones are tried first, equal ones in the order of the heuristics. Only an anchor's count.
         otherwise: what to try if cuDNN has no plan, or none within the workspace limit.
-        needs: what these tensors require of the GPU or of cuDNN, beyond ``Node.requires``.
+        needs: what these tensors require of the GPU or of cuDNN, beyond ``About.requires``.
     """
 
     wrong: tuple[int, ...] = ()
@@ -174,8 +189,8 @@ class Planned:
 
     method: ClassVar[str]
     """pygraph's method."""
-    requires: ClassVar[str] = ""
-    """Minimum cuDNN, SM and shape rules, as text for users."""
+    about: ClassVar[About] = About()
+    """What users are told of it."""
     anchor: ClassVar[Anchor] = Anchor()
     """What cuDNN computes around this node, if it builds an engine around it."""
     xla_only: ClassVar[str] = ""

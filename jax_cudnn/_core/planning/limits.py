@@ -58,7 +58,7 @@ def _never(spec: GraphSpec) -> _Found:
         yield "dtype", FLOAT64
     for call in spec.calls:
         if call.node.xla_only:
-            yield call.name, call.node.requires
+            yield call.name, call.node.about.requires
         if is_split(call.node):
             yield call.name, _MERGED
 
@@ -117,7 +117,7 @@ def _calls(spec: GraphSpec) -> _Found:
                 what = "its result leaves the graph or has its own layout, and so needs a copy"
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
-                yield call.name, f"{what} ({call.node.requires})"
+                yield call.name, f"{what} ({call.node.about.requires})"
     if any(call.node.anchor.order == MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:

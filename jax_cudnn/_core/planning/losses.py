@@ -101,7 +101,7 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
         return ""
     return (
         f"only {plan.engine} supports it, and XLA is faster "
-        f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.requires}"
+        f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.about.requires}"
     )
 
 

@@ -14,6 +14,7 @@ from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import (
     NUMBERS_ONLY,
     ROW_MAJOR,
+    About,
     Anchor,
     Draws,
     Engines,
@@ -259,9 +260,11 @@ class SdpaBase(AttentionBase, HasBias):
     """The base of sdpa and sdpa_backward."""
 
     dtypes = FLOATS
-    requires = _REQUIRES
+    about = About(
+        requires=_REQUIRES,
+        rounding="16-bit weights in the second product; sums, maxima and exponentials in float32",
+    )
     indices = Indices(LENGTHS, selecting=(LENGTHS[0], "block_mask"))
-    rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
     compute_dtypes = ("float32", "float64")
 
     diagonal_band_left_bound: int | None = None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..._core.graph.by_reference import derived_ports
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import EVEN_IF_STRICT, Node, frozen
+from ..._core.graph.node import EVEN_IF_STRICT, About, Node, frozen
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Quantize(Node):
     scale as constant."""
 
     method = "quantize"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
+    about = About(requires="runs in XLA: not an operation of cuDNN graphs")
     xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("OUT_0",))
 
@@ -66,7 +66,7 @@ class Bounds(Node):
     :class:`QuantizeGradient`: of shards they are largest values, too."""
 
     method = "bounds"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
+    about = About(requires="runs in XLA: not an operation of cuDNN graphs")
     xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("size", "norm"))
 
@@ -98,7 +98,7 @@ class QuantizeGradient(Node):
     """
 
     method = "quantize_gradient"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
+    about = About(requires="runs in XLA: not an operation of cuDNN graphs")
     xla_only = EVEN_IF_STRICT
 
     attn_scale: float
@@ -155,7 +155,7 @@ class Unscale(Node):
     """``input / descale`` in float32."""
 
     method = "unscale"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
+    about = About(requires="runs in XLA: not an operation of cuDNN graphs")
     xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "descale"), ("OUT_0",))
 

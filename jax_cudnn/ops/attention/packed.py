@@ -87,9 +87,9 @@ class Packed(Storage):
         "q: t h d, k: s n d, v: s n e, o: t h e, dO: t h e, stats: *l, ?bias: *m, "
         f"{_PORTS} -> dQ: t h d, dK: s n d, dV: s n e, dBias: *m"
     )
-    requires = (
-        "bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for gradients; "
-        "arrays of fewer than 2**31 elements"
+    about = Storage.about._replace(
+        requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for "
+        "gradients; arrays of fewer than 2**31 elements",
     )
     indices = HasBias.indices._replace(
         positions=(*LENGTHS, *_OFFSETS),

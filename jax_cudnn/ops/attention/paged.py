@@ -44,9 +44,9 @@ class Paged(Storage):
     name = "paged"
     indices = HasBias.indices._replace(positions=_INTEGERS)
     forward = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
-    requires = (
-        "bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: cuDNN does "
-        "not support it for paged keys"
+    about = Storage.about._replace(
+        requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: "
+        "cuDNN does not support it for paged keys",
     )
     has_bias = False
 

@@ -18,6 +18,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import Edge, Engines, Fold, Indices, Node, View, Work, frozen, matched
+from ..._core.graph.planned import About
 from ..._core.reasons import Reason
 from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
@@ -43,7 +44,7 @@ class Storage:
     """The backward node's ports; empty without one."""
     gradients: ClassVar[Mapping[str, str]] = {"dQ": "q", "dK": "k", "dV": "v"}
     """The backward node's results, and the ports of which they are the gradients."""
-    requires: ClassVar[str] = SdpaBase.requires
+    about: ClassVar[About] = SdpaBase.about
     indices: ClassVar[Indices] = HasBias.indices
     initial: ClassVar[Mapping[str, float]] = {}
     """What tokens of no sequence hold in the results."""
@@ -114,7 +115,6 @@ class StoredSdpa(HasBias):
 
     anchor = SdpaBase.anchor
     dtypes = FLOATS
-    rounding = SdpaBase.rounding
     gradients = gradients
 
     @property
@@ -126,8 +126,8 @@ class StoredSdpa(HasBias):
         return f"{self.storage.name}_{self.base.method}"
 
     @property
-    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.storage.requires
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.about
 
     @property
     def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -13,7 +13,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
 from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines, matched
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Reason
 from .base import SOLVERS, ConvolutionGradient, Roles
@@ -48,12 +48,12 @@ class ConvDgrad(ConvolutionGradient):
     method = "conv_dgrad"
     ports = Dims.parse("loss: n k *y, filter: k i *r -> DX: n c *x")
     roles = Roles("DX", "filter", "loss")
-    jax_names = ("conv_transpose",)
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, strides of 1, channels in multiples of 16 and no "
-        "flipped filter"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, strides of 1, channels in multiples "
+        "of 16 and no flipped filter",
+        jax_names=("conv_transpose",),
     )
     examples = (
         Example(
@@ -190,10 +190,11 @@ class ConvWgrad(ConvolutionGradient):
     ports = Dims.parse("image: n c *x, loss: n k *y -> DW: k i *r")
     roles = Roles("image", "DW", "loss")
     anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, channels in multiples of 16 and no flipped weight"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, channels in multiples of 16 and no "
+        "flipped weight",
     )
     examples = (
         Example(

@@ -13,7 +13,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic
 from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import product_dtype
 from ..transformations import along
 from .base import SOLVERS, Convolution, Roles
@@ -54,11 +54,11 @@ class ConvFprop(Convolution):
     roles = Roles("image", "weight", "Y")
     anchor = Anchor(product=True, prologue="genstats", order=CHANNELS_LAST)  # both in float16
     algebra = Algebra(scaled="weight")  # by a factor of each feature
-    jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "
-        "without depthwise groups and convolution_mode; operands of pointwise operations in the "
-        "graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; float8 without depthwise groups and convolution_mode; operands of pointwise "
+        "operations in the graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars",
+        jax_names=("conv_general_dilated", "conv", "conv_with_general_padding"),
     )
     examples = (
         Example(
@@ -171,9 +171,9 @@ class Genstats(Node):
 
     method = "genstats"
     ports = Dims.parse("input: n c *x -> SUM: n c *x, SQ_SUM: n c *x")
-    requires = (
-        "it follows a float16 convolution whose result is float16 (.set_data_type) and is also "
-        "returned; in other graphs, two reductions compute the same sums"
+    about = About(
+        requires="it follows a float16 convolution whose result is float16 (.set_data_type) and "
+        "is also returned; in other graphs, two reductions compute the same sums",
     )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "float16", alone=False),

@@ -16,7 +16,7 @@ from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
 from ..transformations import alike, product_jvp
@@ -72,12 +72,12 @@ class Matmul(Node):
 
     method = "matmul"
     ports = Dims.parse("A: ... m k, B: ... k n -> C: ... m n")
-    jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
-    requires = (
-        "operands of one dtype, or two float8 formats; cast an operand of another dtype in the "
-        "graph with g.identity(x).set_data_type(...), which costs no pass over memory; batch "
-        "dimensions that broadcast all or none, in every tensor of the graph, and are contiguous "
-        "in memory"
+    about = About(
+        requires="operands of one dtype, or two float8 formats; cast an operand of another dtype "
+        "in the graph with g.identity(x).set_data_type(...), which costs no pass over memory; "
+        "batch dimensions that broadcast all or none, in every tensor of the graph, and are "
+        "contiguous in memory",
+        jax_names=("matmul", "dot", "dot_general", "einsum", "tensordot"),
     )
     anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY, order=MATRICES)
     dtypes = PRODUCTS

@@ -14,7 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, Work, frozen, matched
+from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
 from ..._core.reasons import Reason
 from .extents import Extent
 
@@ -233,7 +233,7 @@ class Phased(Normalization):
 class NormalizationBackward(Normalizing):
     """Gradients of a normalization with respect to input, scale and bias."""
 
-    rounding = "sums in float32"
+    about = About(rounding="sums in float32")
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         shape, _ = self.checked(inputs)

@@ -14,7 +14,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Kind, Reason
 from .base import BACKWARD_PORTS, Moments, normalized
 from .channels import (
@@ -72,7 +72,7 @@ class BatchnormBackward(BackwardOfChannels):
         bit_masks=True,
     )
     ports = BACKWARD_PORTS
-    requires = "channels a multiple of 8"
+    about = BackwardOfChannels.about._replace(requires="channels a multiple of 8")
     extent = Spatial(batch=True)
     examples = (backward_example(IMAGES),)
 
@@ -118,11 +118,12 @@ class Batchnorm(ForwardOfChannels):
         "input: *x, scale: *s, bias: *s, in_running_mean: *s, in_running_var: *s, epsilon: *e, "
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
-    requires = "channels a multiple of 8; epsilon and momentum Python scalars"
-    anchor = OF_CHANNELS._replace(bit_masks=True)
-    rounding = (
-        f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an estimated mean"
+    about = About(
+        requires="channels a multiple of 8; epsilon and momentum Python scalars",
+        rounding=f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an "
+        "estimated mean",
     )
+    anchor = OF_CHANNELS._replace(bit_masks=True)
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(
@@ -227,7 +228,7 @@ class BatchnormInference(Node):
     ports = Dims.parse("input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x")
     xla_only = XLA_ONLY
     dtypes = FLOATS
-    requires = "runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200"
+    about = About(requires="runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200")
     examples = (
         Example(
             {

@@ -9,7 +9,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial
@@ -39,7 +39,7 @@ class OfChannels(Normalizing):
 
     extent: ClassVar[Spatial]
     anchor = OF_CHANNELS
-    requires = "epsilon is a Python scalar"
+    about = About(requires="epsilon is a Python scalar")
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the channels; or into the batch, if batch elements are independent and no batched
@@ -55,6 +55,8 @@ class OfChannels(Normalizing):
 class BackwardOfChannels(OfChannels, NormalizationBackward):
     """Requires one dtype for all arrays with the shape of x."""
 
+    about = OfChannels.about._replace(rounding=NormalizationBackward.about.rounding)
+
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: into a float32 DX it writes the 16 bits of input.
         dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
@@ -66,7 +68,7 @@ class BackwardOfChannels(OfChannels, NormalizationBackward):
 class ForwardOfChannels(OfChannels, Normalization):
     """cuDNN writes the result of the last operation fused after it."""
 
-    rounding = ROUNDING
+    about = OfChannels.about._replace(rounding=ROUNDING)
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails at execution.
@@ -112,8 +114,9 @@ class InstancenormBackward(BackwardOfChannels):
 
     method = "instancenorm_backward"
     ports = BACKWARD_PORTS
-    requires = (
-        "a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA runs it"
+    about = BackwardOfChannels.about._replace(
+        requires="a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA "
+        "runs it",
     )
     extent = Spatial(batch=False)
     examples = (backward_example(_IMAGE),)

@@ -323,7 +323,7 @@ class Rmsnorm(ForwardOfRows):
     ports = Dims.parse("input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m")
     extent = Rows(centred=False)
     backward = RmsnormBackward
-    rounding = "the mean square in float32"
+    about = ForwardOfRows.about._replace(rounding="the mean square in float32")
     examples = (
         Example({"input": (64, 256), "scale": (1, 256), "epsilon": 1e-5}),
         Example(

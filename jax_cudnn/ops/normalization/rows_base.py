@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, Engines, Fold, Seen, Work
+from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, About, Engines, Fold, Seen, Work
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
@@ -35,7 +35,7 @@ class OfRows(Normalizing):
     # Measured on an H200 with cuDNN 9.19: the slow engine, for all shapes, takes 3 times as long as
     # XLA in the forward and up to 45 times in the backward. It is the only one for rows of 1000.
     anchor = ANCHOR._replace(prologue=ANY, slow=(1,), order=MERGED)
-    requires = _REQUIRES
+    about = About(requires=_REQUIRES)
 
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
@@ -101,6 +101,8 @@ def ones(g: Derivation, scale: Tensor) -> GraphTensor:
 class BackwardOfRows(OfRows, NormalizationBackward):
     """Also sums over rows, so with few rows much of the GPU is idle."""
 
+    about = OfRows.about._replace(rounding=NormalizationBackward.about.rounding)
+
     def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
         # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
         # without splitting rows, which the heuristics propose first.
@@ -112,7 +114,7 @@ class BackwardOfRows(OfRows, NormalizationBackward):
 class ForwardOfRows(OfRows, Phased):
     """cuDNN fuses the operations that compute the input into the same plan."""
 
-    rounding = _ROUNDING
+    about = OfRows.about._replace(rounding=_ROUNDING)
     computed = ("input",)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:

@@ -18,7 +18,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
 from ..._core.graph.node import Algebra, Fold, Node, Work
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
 
@@ -204,8 +204,7 @@ def elementwise(
             ),
             "singular": singular,
             "dtypes": dtypes,
-            "jax_names": jax_names,
-            "rounding": rounding,
+            "about": About(jax_names=jax_names, rounding=rounding),
             "examples": shapes,
         }
         # A dataclass by inheritance: it adds no fields, and decorating 50 classes would cost 30 ms

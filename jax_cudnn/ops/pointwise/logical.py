@@ -14,7 +14,7 @@ from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -140,7 +140,7 @@ class BinarySelect(Pointwise):
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
     algebra = Pointwise.algebra._replace(chooses=True)
     ports = Dims.parse("input0: ..., input1: ..., mask: ... -> OUT_0: ...")
-    jax_names = ("where", "select")
+    about = About(jax_names=("where", "select"))
     dtypes = (*Pointwise.dtypes, "bool")
     examples = (
         Example(
@@ -193,11 +193,11 @@ class GenIndex(Pointwise):
 
     method = "gen_index"
     ports = Dims.parse("input: *x -> OUT_0: *x")  # not "...": the position of an element matters
-    requires = (
-        "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
-        "mixes up axes 0 and 1"
+    about = About(
+        requires="tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis "
+        "only: cuDNN mixes up axes 0 and 1",
+        jax_names=("iota", "broadcasted_iota", "arange", "indices"),
     )
-    jax_names = ("iota", "broadcasted_iota", "arange", "indices")
     examples = (
         Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
         Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),

@@ -21,7 +21,7 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import Edge, Fold, Node, frozen, matched
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .activation import Relu
 from .arithmetic import mul
@@ -76,7 +76,7 @@ class ReluMask(Node):
     method = "relu_mask"
     ports = Dims.parse("input: *x -> OUT_0: *x, MASK: *m")
     dtypes = FLOATS
-    requires = "together with batchnorm"
+    about = About(requires="together with batchnorm")
     examples = (Example({"input": _IMAGES}, alone=False),)
 
     has_mask: bool = True
@@ -113,7 +113,7 @@ class ReluMask(Node):
         return _folds(tensors)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return Reason(_OTHERWISE.format(self.requires))
+        return Reason(_OTHERWISE.format(self.about.requires))
 
 
 @register
@@ -131,7 +131,7 @@ class Masked(Node):
     method = "masked"
     ports = Dims.parse("input: *x, mask: *m -> OUT_0: *x")
     dtypes = FLOATS
-    requires = "together with batchnorm_backward"
+    about = About(requires="together with batchnorm_backward")
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -153,7 +153,7 @@ class Masked(Node):
         return (jnp.where(_unpacked(mask), input, 0),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return Reason(_OTHERWISE.format(self.requires))
+        return Reason(_OTHERWISE.format(self.about.requires))
 
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge(bits=((mul(), ("input", "mask"), "OUT_0"),), masks=("mask",))
