@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +39,6 @@ class Movement(Node):
         requires="runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on "
         "Hopper; older versions do not have the operation",
     )
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
 
 RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -94,9 +94,6 @@ class Slice(Node):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input[tuple(slice(*bounds) for bounds in self.slices)],)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         shape, part = tensors["input"].shape, tensors["OUT_0"].shape
@@ -203,9 +200,6 @@ class Concatenate(Node):
 
     def reference(self, **inputs: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.concatenate(list(inputs.values()), self.axis),)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

@@ -73,8 +73,25 @@ class ByReference(Node):
         return Work(0, self.method)
 
 
+class Derivative(ByReference):
+    """A derivative of ``base``, which has its input ports ``inner``: linear in the ports that
+    ``given`` names, with the results that ``made`` names, each by the port or result of ``base``.
+    """
+
+    inner: Any
+    given: Any
+    made: Any
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return derived_ports((*self.inner, *self.given.values()), self.made.values())
+
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {*self.given.values()}
+
+
 @frozen
-class Tangent(ByReference):
+class Tangent(Derivative):
     """Tangents of the results ``outs`` of ``base``, from those of its ports ``active``."""
 
     active: tuple[str, ...]
@@ -85,10 +102,6 @@ class Tangent(ByReference):
     kind = "jvp"
 
     @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
-
-    @property
     def given(self) -> dict[str, str]:
         """Port of ``base`` -> the port with its tangent."""
         return moving(self.active, (*self.inner, *self.outs))
@@ -97,9 +110,6 @@ class Tangent(ByReference):
     def made(self) -> dict[str, str]:
         """Result of ``base`` -> the result that is its tangent."""
         return moving(self.outs, (*self.inner, *self.outs, *self.given.values()))
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
 
     def work(self, tensors: Tensors) -> Work:
         """That of ``base``, as the least."""
@@ -121,7 +131,7 @@ class Tangent(ByReference):
 
 
 @frozen
-class Transposed(ByReference):
+class Transposed(Derivative):
     """Cotangents of the ports in which ``base`` is linear, from those of its results ``outs``."""
 
     linear: tuple[tuple[str, Shape, str], ...]
@@ -133,10 +143,6 @@ class Transposed(ByReference):
     kind = "transpose"
 
     @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
-
-    @property
     def given(self) -> dict[str, str]:
         """Result of ``base`` -> the port with its cotangent."""
         return moving(self.outs, (*self.inner, *self.outs))
@@ -146,9 +152,6 @@ class Transposed(ByReference):
         """Port of ``base`` -> the result that is its cotangent."""
         taken = (*self.inner, *self.outs, *self.given.values())
         return moving((port for port, *_ in self.linear), taken)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {self.made[port]: (shape, dtype) for port, shape, dtype in self.linear}

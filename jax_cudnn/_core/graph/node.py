@@ -288,7 +288,7 @@ class Node(Planned):
 
     def linear_in(self, ports: Collection[str]) -> bool:
         """Whether the results are jointly linear in these input ports, with the rest fixed."""
-        return False
+        return self.algebra.moves
 
     def jvp(
         self,

@@ -236,7 +236,8 @@ class Planned:
         ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
         """
         out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        return tuple(x for x in made if x is not None)  # pygraph's word for a result left out
 
 
 class Example(NamedTuple):

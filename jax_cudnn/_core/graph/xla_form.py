@@ -184,16 +184,12 @@ def _line(node: Node, known: Values) -> tuple[jax.Array, jax.Array | None] | Non
     ``known`` lacks; None if it does not."""
     if node.algebra.multiplies and len(known) == 1:
         return next(iter(known.values())), None
-    if not node.algebra.affine or node.algebra.affine in known:
+    port, kind = node.algebra.affine, arithmetic(node.compute_data_type)
+    if not port or port in known:
         return None
-    kind = arithmetic(node.compute_data_type)
-    wide = {port: x.astype(kind) for port, x in known.items()}
-    zero = jnp.zeros(jnp.broadcast_shapes(*map(jnp.shape, wide.values())), kind)
-
-    def result(x: jax.Array) -> jax.Array:
-        return node.reference(**wide, **{node.algebra.affine: x})[0]
-
-    summand, factor = jax.jvp(result, (zero,), (jnp.ones_like(zero),))
+    zero = jnp.zeros(jnp.broadcast_shapes(*map(jnp.shape, known.values())), kind)
+    function = lambda x: applied(node, {**known, port: x})[0]  # noqa: E731
+    summand, factor = jax.jvp(function, (zero,), (jnp.ones_like(zero),))
     return factor, summand
 
 

@@ -109,10 +109,7 @@ class Convolution(Node):
     def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
-        return product_jvp(self, g, tangents, inputs, outputs)
+    jvp = product_jvp
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError
-from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
+from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
 from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
@@ -118,12 +118,6 @@ class Normalizing(Node):
 
     def work(self, tensors: Tensors) -> Work:
         return Work(8 * math.prod(tensors["input"].shape), self.method)
-
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        made = super().emit(pygraph, tensors, common)
-        return tuple(tensor for tensor in made if tensor is not None)
 
 
 class Normalization(Normalizing):
@@ -296,7 +290,7 @@ def projected(slope: jax.Array, xhat: jax.Array, axes: tuple[int, ...], centred:
 
 
 @frozen
-class NormalizationTangent(ByReference):
+class NormalizationTangent(Derivative):
     """Tangents of the results of a normalization, from its input, scale and statistics.
 
     With ``xhat = (input - mean) * inv_var`` and m the mean over the normalized dimensions:
@@ -324,13 +318,6 @@ class NormalizationTangent(ByReference):
     def made(self) -> dict[str, str]:
         """Result of the normalization -> the result that is its tangent."""
         return moving(self.outs, (*self.inner, *self.given.values()))
-
-    @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x, statistic = inputs["input"], inputs["inv_var"]

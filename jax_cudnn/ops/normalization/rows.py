@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -277,11 +276,7 @@ class RmsnormBackward(BackwardOfRows):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, has_dbias=False) if "DBias" in results else self
 
-    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        yield from super().folds(batched, size, tensors)
-        yield Fold({}, computed=functools.partial(self._scaled_first, tensors["scale"]))
-
-    def _scaled_first(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
+    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """DX with the scale multiplied in first; cuDNN computes one DScale for all rows."""
         grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
         node = dataclasses.replace(self, has_dbias=False)
@@ -333,12 +328,7 @@ class Rmsnorm(ForwardOfRows):
         Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
     )
 
-    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        yield from super().folds(batched, size, tensors)
-        if tensors["epsilon"].value is not None:  # with an array it runs in XLA
-            yield Fold({}, computed=functools.partial(self._scaled_last, tensors["scale"]))
-
-    def _scaled_last(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
+    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """Normalizes with a scale of ones, then scales: cuDNN takes one scale for all rows."""
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)

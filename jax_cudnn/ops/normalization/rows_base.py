@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.layout import layout
@@ -40,6 +40,9 @@ class OfRows(Normalizing):
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class for a leading dimension in all operands, with a separate scale per index."""
+    scaled_apart: Callable[..., dict[str, GraphTensor]] | None = None
+    """As ``Fold.computed``, of the scale of one element: multiplies by the scales in other nodes,
+    as cuDNN takes one for all rows."""
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
@@ -88,6 +91,9 @@ class OfRows(Normalizing):
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
             node = self.in_front(**fields)
             yield Fold(dict.fromkeys(tensors, LEAD), node, broadcast=("epsilon",))
+        number = "epsilon" not in tensors or tensors["epsilon"].value is not None
+        if self.scaled_apart is not None and number:  # with an array it runs in XLA
+            yield Fold({}, computed=functools.partial(self.scaled_apart, tensors["scale"]))
         yield BY_REFERENCE
 
 
