@@ -1,7 +1,7 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
 A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
-``builder.register`` checks the contract (contract.py), so a wrong node fails at import. This file
+``builder.register`` checks the contract, so a wrong node fails at import. This file
 defines an operation's meaning and its transformations; planned.py defines how it maps to cuDNN.
 Operations import the names of both from here.
 """
