@@ -62,11 +62,6 @@ class Call:
         """Whether it draws random numbers that its derivatives draw again, in XLA or cuDNN."""
         return self.node.draws is not None and not self.node.xla_only
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether it gives equal results in each run, with every engine."""
-        return self.node.deterministic() == self.node
-
 
 FLOAT64 = "cuDNN has no engine for float64"
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"

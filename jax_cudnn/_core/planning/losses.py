@@ -106,7 +106,7 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
 
 
 def _may_be_xlas(spec: GraphSpec) -> bool:
-    reproducible = all(call.is_deterministic for call in spec.calls)
+    reproducible = all(call.node.deterministic() == call.node for call in spec.calls)
     return spec.options.engine is None and (reproducible or not spec.options.deterministic)
 
 

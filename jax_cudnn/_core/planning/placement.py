@@ -138,7 +138,8 @@ def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
     if not spec.options.deterministic or Surroundings.now().deterministic:
         return
     for segment in segments:
-        loose = [call.name for call in segment.spec.calls if not call.is_deterministic]
+        nodes = {call.name: call.node for call in segment.spec.calls}
+        loose = [name for name, node in nodes.items() if node.deterministic() != node]
         if segment.plan is None and loose:
             raise UnsupportedGraphError(
                 f"{name}: deterministic=True cannot be guaranteed",

@@ -71,11 +71,30 @@ class Convolution(Node):
         *,
         pre_padding: Sequence[int] | None = None,
         post_padding: Sequence[int] | None = None,
+        **dims: Any,
     ) -> Self:
-        return cls(
-            **spatial_attributes(
-                padding, stride, dilation, convolution_mode, pre_padding, post_padding
+        if padding is not None and (pre_padding is not None or post_padding is not None):
+            raise GraphError(
+                "padding is given twice",
+                expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
+                got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
             )
+        mode = getattr(convolution_mode, "name", convolution_mode)
+        if mode not in MODES:
+            raise GraphError(
+                "unknown convolution_mode",
+                expected=" or ".join(map(repr, MODES)),
+                got=repr(convolution_mode),
+            )
+        both = () if padding is None else integers("padding", padding)
+        sizes: Any = {name: integers(name, x) for name, x in dims.items() if x is not None}
+        return cls(
+            pre_padding=integers("pre_padding", both if pre_padding is None else pre_padding),
+            post_padding=integers("post_padding", both if post_padding is None else post_padding),
+            stride=integers("stride", stride, 1),
+            dilation=integers("dilation", dilation, 1),
+            convolution_mode=mode,
+            **sizes,
         )
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -285,23 +304,6 @@ class ConvolutionGradient(Convolution):
 
     out_dims: tuple[int, ...] | None = None
 
-    @classmethod
-    def create(
-        cls,
-        padding: Sequence[int] | None = None,
-        stride: Sequence[int] = (),
-        dilation: Sequence[int] = (),
-        convolution_mode: Any = "CROSS_CORRELATION",
-        *,
-        pre_padding: Sequence[int] | None = None,
-        post_padding: Sequence[int] | None = None,
-        out_dims: Sequence[int] | None = None,
-    ) -> Self:
-        spatial = spatial_attributes(
-            padding, stride, dilation, convolution_mode, pre_padding, post_padding
-        )
-        return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
-
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         (out,) = self.ports.output_names
         shape = grown(tensors[out].shape, axes[out], size)
@@ -334,35 +336,3 @@ class ConvolutionGradient(Convolution):
                 got=f"spatial dimensions {list(spatial)}",
             )
         return (*first, *spatial)
-
-
-def spatial_attributes(
-    padding: Sequence[int] | None,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    convolution_mode: Any,
-    pre_padding: Sequence[int] | None,
-    post_padding: Sequence[int] | None,
-) -> dict[str, Any]:
-    """The fields of a Convolution from pygraph's keywords; checks them."""
-    if padding is not None and (pre_padding is not None or post_padding is not None):
-        raise GraphError(
-            "padding is given twice",
-            expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
-            got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
-        )
-    mode = getattr(convolution_mode, "name", convolution_mode)
-    if mode not in MODES:
-        raise GraphError(
-            "unknown convolution_mode",
-            expected=" or ".join(map(repr, MODES)),
-            got=repr(convolution_mode),
-        )
-    both = () if padding is None else integers("padding", padding)
-    return {
-        "pre_padding": integers("pre_padding", both if pre_padding is None else pre_padding),
-        "post_padding": integers("post_padding", both if post_padding is None else post_padding),
-        "stride": integers("stride", stride, 1),
-        "dilation": integers("dilation", dilation, 1),
-        "convolution_mode": mode,
-    }
