@@ -11,6 +11,8 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.node import Node
+from jax_cudnn._core.graph.planned import Planned
 
 PACKAGE = Path(jc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -115,6 +117,11 @@ def test_imports_flow_one_way():
         rooms = {name.split(".")[1] for name in imports(path) if name.startswith("jax_cudnn.")}
         wrong += [f"{path} imports {other}" for other in rooms - {room} - ALLOWED[room]]
     assert not wrong
+
+
+def test_the_contract_of_a_node_is_small():
+    said = {name for part in (Planned, Node) for name in (*vars(part), *part.__annotations__)}
+    assert len({name for name in said if not name.startswith("_")}) <= 30
 
 
 FLOORS = {

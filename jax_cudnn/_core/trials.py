@@ -95,7 +95,7 @@ class Bench:
             sides = spec.input_tensors, spec.output_tensors
             least = max(roofline(spec, site) or 0.0, 2e-6)
             self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
-            if any(call.node.product for call in spec.calls):
+            if any(call.node.anchor.product for call in spec.calls):
                 self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
             given, made = (sum(t.nbytes for t in side) for side in sides)
             filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
@@ -188,7 +188,9 @@ class Bench:
     def _begun(self, segments: Segments) -> Future[_Program]:
         """The program of a way. XLA autotunes its products on the device, so these are compiled
         one after the other."""
-        products = any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
+        products = any(
+            c.node.anchor.product for s in segments if s.plan is None for c in s.spec.calls
+        )
         try:
             program = _Program.of(self._repeated(segments), *self._operands)
         except Exception as error:

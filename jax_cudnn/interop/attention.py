@@ -295,11 +295,10 @@ def _one(node: Node, operand: str, result: str) -> Call:
 
 def check_given(spec: GraphSpec) -> None:
     """Raises GraphError if the graph computes integers that must be clipped before it runs."""
-    for call, tensors in spec.at_ports:
+    for call in spec.calls:
         if isinstance(call.node, StoredSdpa):
-            integers = call.node.boundary(tensors).integers
             for port, name in call.inputs:
-                if port in integers and name not in spec.inputs:
+                if port in call.node.indices.positions and name not in spec.inputs:
                     raise refusal(
                         f"{call.name}: the graph computes {port}",
                         why="it must be clipped to the arrays' bounds before the graph runs",

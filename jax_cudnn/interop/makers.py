@@ -316,7 +316,7 @@ class _Copy:
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
         compute = node.compute_data_type
-        if not is_unset(compute) and cls.product and not method.startswith("sdpa"):
+        if not is_unset(compute) and cls.anchor.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
         return given
 

@@ -53,7 +53,7 @@ def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) 
     of the heuristics, with the corrections of the anchor."""
     anchors = (at for at in spec.at_ports if at[0].node.anchor)
     call, tensors = next(anchors, (None, {}))
-    if call is None or call.node.anchor is None:
+    if call is None:
         return [*range(len(candidates))]
     slow, rank = call.node.anchor.slow, call.node.engines(tensors, spec).rank
 

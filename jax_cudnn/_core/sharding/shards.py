@@ -59,6 +59,6 @@ def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphS
 def _narrow(spec: GraphSpec) -> str:
     """bfloat16 if all operands of products and all results are, else "": a part of a sum may be
     out of the range of float16."""
-    read = {name for call in spec.calls if call.node.product for _, name in call.inputs}
+    read = {name for call in spec.calls if call.node.anchor.product for _, name in call.inputs}
     kinds = {spec.tensor(name).dtype for name in (*read, *spec.outputs)}
     return "bfloat16" if kinds == {"bfloat16"} else ""

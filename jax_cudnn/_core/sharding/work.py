@@ -133,10 +133,11 @@ def _placed(
             made[offsets] = Move(offsets, "divide", (), step=shards)
     for i, draws in drawing(spec).items():
         at = dict(spec.calls[i].inputs)
-        axes, *_ = _sharding(chosen, spec.tensor(at[draws.batch]))
+        axes, *_ = _sharding(chosen, spec.tensor(at[draws.axes[0][0]]))
         if axes:
-            name, shard = at[draws.offset], draws.shape[0] // size_of(axes, sizes)
-            made[name] = Move(name, "advance", axes, step=draws.step * shard)
+            batch, each, *_ = draws.shape({port: spec.tensor(n).shape for port, n in at.items()})
+            name, shard = at[draws.offset], batch // size_of(axes, sizes)
+            made[name] = Move(name, "advance", axes, step=draws.step * each * shard)
     return (*made.values(),)
 
 
@@ -246,7 +247,7 @@ def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None)
     axis of the largest operand, which is likely to be sharded."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
-    if not spec.inputs or any(call.node.product for call in spec.calls):
+    if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
         return False
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
     if types is None:

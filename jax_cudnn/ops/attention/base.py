@@ -14,14 +14,18 @@ from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import (
     NUMBERS_ONLY,
     ROW_MAJOR,
+    About,
     Anchor,
     Draws,
     Engines,
     Fold,
+    Indices,
     Node,
     OtherForm,
     Seen,
+    Work,
     frozen,
+    matched,
 )
 from ..._core.reasons import Reason
 from . import extras
@@ -50,11 +54,7 @@ class Deterministic(Node):
 
     use_deterministic_algorithm: bool = False
 
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.use_deterministic_algorithm
-
-    def as_deterministic(self) -> Node:
+    def deterministic(self) -> Node | None:
         return dataclasses.replace(self, use_deterministic_algorithm=True)
 
 
@@ -194,7 +194,7 @@ class AttentionBase(HasLengths):
         broadcasts=NUMBERS_ONLY,
         order=ROW_MAJOR,
     )
-    selecting = LENGTHS[:1]
+    indices = Indices(selecting=LENGTHS[:1])
     bounds: ClassVar[tuple[str, str]] = ("diagonal_band_left_bound", "diagonal_band_right_bound")
     compute_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
@@ -227,8 +227,9 @@ class AttentionBase(HasLengths):
     def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
         return super().layout(tensors, order)._replace(separate=True)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+    def work(self, tensors: Tensors) -> Work:
+        q, v = tensors["q"].shape, tensors["v"].shape
+        return Work(self.band.flops(q, v, "dO" in tensors), self.method)
 
     def keywords(self) -> dict[str, Any]:
         """Without an alignment of no band, and without unset flags, some of which older frontends
@@ -261,9 +262,11 @@ class SdpaBase(AttentionBase, HasBias):
     """The base of sdpa and sdpa_backward."""
 
     dtypes = FLOATS
-    requires = _REQUIRES
-    selecting = (LENGTHS[0], "block_mask")
-    rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
+    about = About(
+        requires=_REQUIRES,
+        rounding="16-bit weights in the second product; sums, maxima and exponentials in float32",
+    )
+    indices = Indices(LENGTHS, selecting=(LENGTHS[0], "block_mask"))
     compute_dtypes = ("float32", "float64")
 
     diagonal_band_left_bound: int | None = None
@@ -273,8 +276,8 @@ class SdpaBase(AttentionBase, HasBias):
     score_mod: Any = None
 
     @property
-    def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.dropout_probability is not None
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.dropout_probability is None else extras.DRAWS
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -290,30 +293,14 @@ class SdpaBase(AttentionBase, HasBias):
         rate = extras.probability(attributes.get("dropout_probability"))
         return super().create(**{**attributes, "dropout_probability": rate})
 
-    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        check_int32(inputs, LENGTHS)
-        other = (*LENGTHS, *extras.RAW)
-        return super().sizes(
-            {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
-        )
-
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        self.sizes(inputs)
+        check_int32(inputs, LENGTHS)
+        raw = {*LENGTHS, *extras.RAW}
+        matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)
         extras.check(self, inputs)
-
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
-        return ("dropout_mask",) if drawn else (), self
-
-    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
-        if "seed" not in shapes:
-            return None
-        (b, h, queries, _), keys = shapes["q"], shapes["k"][2]
-        mask = "dropout_mask", (b, h, queries, keys)
-        return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):

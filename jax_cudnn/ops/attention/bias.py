@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Edge, Engines, Node, Seen, View, frozen
+from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
 from ..._core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -66,12 +66,14 @@ def whole(bias: Shape, scores: Shape) -> Shape:
 class HasLengths(Node):
     """An attention node with ports ``seq_len_q`` and ``seq_len_kv``."""
 
+    indices = Indices(LENGTHS, selecting=LENGTHS[:1])
+
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
         return (*tensors["q"].shape[:3], tensors["k"].shape[2])
 
     def boundary(self, tensors: Tensors) -> Edge:
-        return Edge(integers=LENGTHS, clipped=functools.partial(self.clipped, tensors))
+        return Edge(clipped=functools.partial(self.clipped, tensors))
 
     def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Lengths clipped to the number of tokens."""

@@ -4,9 +4,9 @@
 from an element's position: forward and backward passes draw the same mask. Head h of H of example b
 draws at an offset what the first one draws at the offset plus ``STEP * (b * H + h)`` (measured with
 cuDNN 9.19 on an H200), so a shard of the batch can draw its part of the mask. The reference draws
-other masks (with jax.random), so graphs with dropout are ``Node.paired``. Derivatives that XLA
-computes for cuDNN's forward pass do not draw: they read the mask that a forward pass writes
-(``rng_dump``).
+other masks (with jax.random), so a graph with dropout and its derivatives run in the same place
+(``Call.is_paired``). Derivatives that XLA computes for cuDNN's forward pass do not draw: they read
+the mask that a forward pass writes (``rng_dump``).
 
 **Block masks** are packed in bits: bit ``j`` of byte ``i`` says whether a tile of queries sees the
 keys of tile ``8 * i + j``.
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.dtypes import wide_dtype
-from ..._core.graph.node import advanced
+from ..._core.graph.node import Draws, advanced
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -40,6 +40,8 @@ NEEDS_OF_TILES = "a block mask requires a Blackwell GPU and cuDNN 9.26"
 WORDS = ("seed", "offset")
 STEP = 32
 """What cuDNN adds to the offset for each head of each example."""
+_SCORES = (("q", 0), ("q", 1), ("q", 2), ("k", 2))
+DRAWS = Draws(*WORDS, "dropout_mask", "RNG_DUMP", axes=_SCORES, step=STEP)
 RAW = (*WORDS, "block_mask")
 """Ports with integer dtypes."""
 SHARED = ("sink_token", "dSink_token")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import Fold, Node, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
 from .base import LENGTHS, AttentionBase, Deterministic, read_again
@@ -222,16 +222,16 @@ class SdpaFp8(Fp8Forward):
     """
 
     method = "sdpa_fp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "descale_s: *s, scale_s: *f, scale_o: *o, ?seq_len_q: *i, ?seq_len_kv: *j "
         "-> O: b h s e, Stats: *l, Amax_S: *x, Amax_O: *y"
     )
-    requires = (
-        "fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: up to "
-        "128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together"
+    about = About(
+        requires="fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: "
+        "up to 128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together",
+        rounding=_ROUNDING.format("weights"),
     )
-    rounding = _ROUNDING.format("weights")
     examples = (
         _example({"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)}, _FORWARD),
         _example(
@@ -289,18 +289,18 @@ class SdpaFp8Backward(Fp8Backward):
     """
 
     method = "sdpa_fp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, "
         "descale_q: *q, descale_k: *k, descale_v: *v, descale_o: *o, descale_dO: *p, "
         "descale_s: *s, descale_dP: *r, scale_s: *f, scale_dQ: *t, scale_dK: *u, scale_dV: *w, "
         "scale_dP: *z, ?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
         "amax_dQ: *a, amax_dK: *b, amax_dV: *c, amax_dP: *d"
     )
-    requires = (
-        "fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or 192 with "
-        "128); seq_len_q and seq_len_kv together"
+    about = About(
+        requires="fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or "
+        "192 with 128); seq_len_q and seq_len_kv together",
+        rounding=_ROUNDING.format("weights and their gradients"),
     )
-    rounding = _ROUNDING.format("weights and their gradients")
     rounded: ClassVar = {"weights": "q", "slopes": "dO"}
     examples = (
         _example(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import E8M0
 from ..._core.graph.node import frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..mxfp8 import dequantize_mxfp8, scales_shape
 from .base import AttentionBase
@@ -103,12 +103,14 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
     """
 
     method = "sdpa_mxfp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> O: b h s e, Stats: *l, Amax_O: *y"
     )
-    requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}"
-    rounding = "weights in fp8 in the second product; sums, maxima and exponentials in float32"
+    about = About(
+        requires=f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}",
+        rounding="weights in fp8 in the second product; sums, maxima and exponentials in float32",
+    )
     out = "bfloat16"
     bounds = AttentionBase.bounds
     examples = (
@@ -162,15 +164,17 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
     """
 
     method = "sdpa_mxfp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, q_T: b h s d, k: b n t d, k_T: b n t d, v: b n t e, o_f16: b h s e, "
         "dO_f16: b h s e, dO: b h s e, dO_T: b h s e, stats: *l, descale_q: *a, descale_q_T: *b, "
         "descale_k: *c, descale_k_T: *d, descale_v: *e, descale_dO: *f, descale_dO_T: *g, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
         "amax_dQ: *o, amax_dK: *p, amax_dV: *q"
     )
-    requires = "cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128"
-    rounding = "the scores' gradients also enter their products as block-scaled fp8"
+    about = About(
+        requires="cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128",
+        rounding="the scores' gradients also enter their products as block-scaled fp8",
+    )
     out = "bfloat16"
     others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (

@@ -12,7 +12,7 @@ import jax
 from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Engines, Node, OtherForm, frozen
 from ..._core.graph.planned import Example
@@ -75,7 +75,7 @@ class SdpaBackward(Deterministic, SdpaBase):
     """
 
     method = "sdpa_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
         "?seq_len_q: *i, ?seq_len_kv: *j, ?seed: *w, ?offset: *x, ?dropout_mask: *y, "
         "?sink_token: *z, ?block_mask: *a, ?*score_mod_operands: *s "
@@ -238,7 +238,7 @@ class Sdpa(SdpaBase):
     """
 
     method = "sdpa"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
         "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
         "?*score_mod_operands: *s -> O: b h s e, Stats: *l, RNG_DUMP: *r"

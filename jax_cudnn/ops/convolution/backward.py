@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
 from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .base import SOLVERS, ConvolutionGradient, Roles
 from .reference import convolved, cropped
 
 if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Work
     from ..._core.graph.spec import GraphSpec, Tensor
 
 
@@ -43,15 +44,14 @@ class ConvDgrad(ConvolutionGradient):
     """
 
     method = "conv_dgrad"
-    dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
+    ports = Dims.parse("loss: n k *y, filter: k i *r -> DX: n c *x")
     roles = Roles("DX", "filter", "loss")
-    jax_names = ("conv_transpose",)
-    deterministic = False
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, strides of 1, channels in multiples of 16 and no "
-        "flipped filter"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, strides of 1, channels in multiples "
+        "of 16 and no flipped filter",
+        jax_names=("conv_transpose",),
     )
     examples = (
         Example(
@@ -98,10 +98,10 @@ class ConvDgrad(ConvolutionGradient):
             return Reason("it has strides and the graph has other operations")
         return super().support(tensors, graph)
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
         # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
-        strided = any(step > 1 for step in self.stride)
-        return super().pattern(tensors) + " strided" * strided
+        strided, work = any(step > 1 for step in self.stride), super().work(tensors)
+        return work._replace(pattern=work.pattern + " strided" * strided)
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
@@ -171,14 +171,14 @@ class ConvWgrad(ConvolutionGradient):
     """
 
     method = "conv_wgrad"
-    dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    ports = Dims.parse("image: n c *x, loss: n k *y -> DW: k i *r")
     roles = Roles("image", "DW", "loss")
     anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
-    deterministic = False
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, channels in multiples of 16 and no flipped weight"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, channels in multiples of 16 and no "
+        "flipped weight",
     )
     examples = (
         Example(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, frozen
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
@@ -71,6 +72,7 @@ class Convolution(Node):
         *,
         pre_padding: Sequence[int] | None = None,
         post_padding: Sequence[int] | None = None,
+        **dims: Any,
     ) -> Self:
         if padding is not None and (pre_padding is not None or post_padding is not None):
             raise GraphError(
@@ -86,12 +88,14 @@ class Convolution(Node):
                 got=repr(convolution_mode),
             )
         both = () if padding is None else integers("padding", padding)
+        sizes: Any = {name: integers(name, x) for name, x in dims.items() if x is not None}
         return cls(
-            integers("pre_padding", both if pre_padding is None else pre_padding),
-            integers("post_padding", both if post_padding is None else post_padding),
-            integers("stride", stride, 1),
-            integers("dilation", dilation, 1),
-            mode,
+            pre_padding=integers("pre_padding", both if pre_padding is None else pre_padding),
+            post_padding=integers("post_padding", both if post_padding is None else post_padding),
+            stride=integers("stride", stride, 1),
+            dilation=integers("dilation", dilation, 1),
+            convolution_mode=mode,
+            **sizes,
         )
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -125,10 +129,7 @@ class Convolution(Node):
     def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
-        return product_jvp(self, g, tangents, inputs, outputs)
+    jvp = product_jvp
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
@@ -164,21 +165,19 @@ class Convolution(Node):
                 yield self._folded(fold, size, tensors)
         groups = {image: 1, weight: 0, result: 1}
         yield self._folded(groups, size, tensors)
+        before, after, stride, _ = self.spatial(len(tensors[weight].shape) - 2)
+        one = {*tensors[weight].shape[2:], *stride} == {1} and {*before, *after} == {0}
+        if one and dense and all(tensor.dtype in FLOATS for tensor in tensors.values()):
+            yield Fold({}, computed=functools.partial(self._of_one_element, size, tensors))
 
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         return Fold(axes)
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
-        # A convolution with windows of one element is a matmul over channels.
-        image, weight = (tensors[port].shape for port in self.roles[:2])
-        rank = len(weight) - 2
-        before, after, stride, _ = self.spatial(rank)
-        if {*weight[2:], *stride} != {1} or {*before, *after} != {0} or image[1] != weight[1]:
-            return None
-        if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
-            return None
+    def _of_one_element(
+        self, size: int, tensors: Tensors, g: Derivation, inputs: Values
+    ) -> dict[str, GraphTensor]:
+        """Convolutions with windows of one element, as a batch of matmuls over channels."""
+        weight = tensors[self.roles.weight].shape
 
         def rows(x: GraphTensor) -> GraphTensor:  # (V, N, C, *x) as (V, N * x, C)
             last = g.transposed(x, (0, 1, *range(3, x.ndim), 2))
@@ -202,8 +201,8 @@ class Convolution(Node):
         out = g.reshaped(out, (size, n, *x, channels))
         return {port: g.transposed(out, (0, 1, out.ndim - 1, *range(2, out.ndim - 1)))}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        image, weight = (tensors[port].shape for port in self.roles[:2])
+    def work(self, tensors: Tensors) -> Work:
+        image, weight, result = (tensors[port].shape for port in self.roles)
         features, channels, *window = weight
         groups = image[1] // channels
         kinds = {
@@ -214,11 +213,8 @@ class Convolution(Node):
             "few features": groups == 1 and features < _FEW,
             "dilated": any(step > 1 for step in self.dilation),
         }
-        return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        _, weight, result = (shapes[port] for port in self.roles)
-        return 2 * math.prod(result) * math.prod(weight[1:])
+        pattern = " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
+        return Work(2 * math.prod(result) * math.prod(weight[1:]), pattern)
 
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
         """The shape of Y for an image and a weight; GraphError if they do not fit.
@@ -309,27 +305,13 @@ class ConvolutionGradient(Convolution):
 
     out_dims: tuple[int, ...] | None = None
 
-    @classmethod
-    def create(
-        cls,
-        padding: Sequence[int] | None = None,
-        stride: Sequence[int] = (),
-        dilation: Sequence[int] = (),
-        convolution_mode: Any = "CROSS_CORRELATION",
-        *,
-        pre_padding: Sequence[int] | None = None,
-        post_padding: Sequence[int] | None = None,
-        out_dims: Sequence[int] | None = None,
-    ) -> Self:
-        sides = {"pre_padding": pre_padding, "post_padding": post_padding}
-        made = super().create(padding, stride, dilation, convolution_mode, **sides)
-        dims = None if out_dims is None else integers("out_dims", out_dims)
-        return dataclasses.replace(made, out_dims=dims)
-
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         (out,) = self.ports.output_names
         shape = grown(tensors[out].shape, axes[out], size)
         return Fold(axes, dataclasses.replace(self, out_dims=shape))
+
+    def deterministic(self) -> Node | None:
+        return None  # some engines are
 
     def smallest(self, first: Shape, second: Shape) -> Shape:
         """The shape that follows from those of the inputs, for one group."""
@@ -349,7 +331,7 @@ class ConvolutionGradient(Convolution):
         return shape
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         (out,) = self.ports.output_names
         shape, loss = self.result_shape(*(t.shape for t in inputs.values())), inputs["loss"]
         of_forward = {**inputs, out: dataclasses.replace(loss, name=out, shape=shape)}

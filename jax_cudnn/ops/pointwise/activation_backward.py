@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
@@ -50,7 +51,7 @@ class _Gradient(Pointwise):
 
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
+    ports = Dims.parse("loss: ..., input: ... -> OUT_0: ...")
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
         if port == "input":

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -106,8 +106,8 @@ class BinarySelect(Pointwise):
     method = "binary_select"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
     algebra = Pointwise.algebra._replace(chooses=True)
-    dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
-    jax_names = ("where", "select")
+    ports = Dims.parse("input0: ..., input1: ..., mask: ... -> OUT_0: ...")
+    about = About(jax_names=("where", "select"))
     dtypes = (*Pointwise.dtypes, "bool")
     examples = (
         Example(
@@ -159,12 +159,12 @@ class GenIndex(Pointwise):
     """
 
     method = "gen_index"
-    dims = "input: *x -> OUT_0: *x"  # not "...": the position of an element matters
-    requires = (
-        "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
-        "mixes up axes 0 and 1"
+    ports = Dims.parse("input: *x -> OUT_0: *x")  # not "...": the position of an element matters
+    about = About(
+        requires="tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis "
+        "only: cuDNN mixes up axes 0 and 1",
+        jax_names=("iota", "broadcasted_iota", "arange", "indices"),
     )
-    jax_names = ("iota", "broadcasted_iota", "arange", "indices")
     examples = (
         Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
         Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
@@ -182,7 +182,7 @@ class GenIndex(Pointwise):
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         if not -len(shape) <= self.axis < len(shape):
             raise GraphError(
@@ -198,7 +198,7 @@ class GenIndex(Pointwise):
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
             return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
-        if any(call.node.order == CHANNELS_LAST for call in graph.calls):
+        if any(call.node.anchor.order == CHANNELS_LAST for call in graph.calls):
             return Reason("cuDNN counts wrongly in a graph with a convolution")
         return None
 

@@ -18,10 +18,10 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Fold, Node, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.node import Edge, Fold, Node, frozen, matched
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .activation import Relu
 from .arithmetic import mul
@@ -60,7 +60,9 @@ class _OfMask(Node):
         yield Fold(dict.fromkeys(tensors, 1))
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return Reason(f"cuDNN runs it only {self.requires}, with a mask that only g.masked reads")
+        return Reason(
+            f"cuDNN runs it only {self.about.requires}, with a mask that only g.masked reads"
+        )
 
 
 @register
@@ -81,8 +83,8 @@ class ReluMask(_OfMask):
     """
 
     method = "relu_mask"
-    dims = "input: *x -> OUT_0: *x, MASK: *m"
-    requires = "together with batchnorm"
+    ports = Dims.parse("input: *x -> OUT_0: *x, MASK: *m")
+    about = About(requires="together with batchnorm")
     examples = (Example({"input": _IMAGES}, alone=False),)
 
     has_mask: bool = True
@@ -99,7 +101,7 @@ class ReluMask(_OfMask):
         return replace(self, has_mask=False) if "MASK" in results else self
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         x = inputs["input"]
         found = {"OUT_0": (x.shape, x.dtype), "MASK": (_mask_shape(x.shape), "uint8")}
         return {port: found[port] for port in self.results}
@@ -129,8 +131,8 @@ class Masked(_OfMask):
     """
 
     method = "masked"
-    dims = "input: *x, mask: *m -> OUT_0: *x"
-    requires = "together with batchnorm_backward"
+    ports = Dims.parse("input: *x, mask: *m -> OUT_0: *x")
+    about = About(requires="together with batchnorm_backward")
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

@@ -98,7 +98,7 @@ def operands(plan, low, high):
 
 def integers(spec, values):
     """What a graph is given at each port of integers, and the shapes at all its ports."""
-    ((call, ports),) = [(c, p) for c, at in spec.at_ports if (p := c.node.boundary(at).integers)]
+    ((call, ports),) = [(c, p) for c in spec.calls if (p := c.node.indices.positions)]
     given = dict(zip(spec.inputs, values, strict=True))
     found = {port: np.asarray(given[name]) for port, name in call.inputs if name in given}
     shapes = {port: spec.tensor(name).shape for port, name in (*call.inputs, *call.outputs)}
@@ -162,13 +162,13 @@ def test_packed_lengths_end_with_their_tokens():
 @pytest.mark.deviceless
 def test_integers_in_bounds_stay_as_they_are():
     spec = planned("packed").spec
-    ((call, tensors),) = spec.at_ports
+    (call,) = spec.calls
     starts, lengths = jnp.array([0, 16, 30, 40]), jnp.array([16, 14, 10])
     given = {}
     for port, name in call.inputs:
         tensor = spec.tensor(name)
         given[name] = jnp.ones(tensor.shape, tensor.dtype)
-        if port in call.node.boundary(tensors).integers:
+        if port in call.node.indices.positions:
             kind = port.removeprefix("ragged_offset_")
             size = {"q": 256, "o": 256, "stats": 4}.get(kind, 128)
             value = starts * size if port != kind else lengths

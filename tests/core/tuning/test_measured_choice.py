@@ -722,15 +722,15 @@ def test_operands_are_valid_for_their_ports(case, plain):
         drawn, boundary(spec).clipped(drawn), spec.input_tensors, strict=True
     ):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(kept), tensor.name)
-    for call, tensors in spec.at_ports:
+    for call in spec.calls:
         values = {p: drawn[spec.inputs.index(n)] for p, n in call.inputs if n in spec.inputs}
-        for port in {*values} & {*call.node.boundary(tensors).integers}:
+        for port in {*values} & {*call.node.indices.positions}:
             x = values[port].ravel()
             if x.size == len(values[port]) and x.size > 1 and (x[0], x[-1]) != (0, 0):
                 assert x[-1] > 0, port
             if "page" in port:
                 assert len({*x.tolist()}) > 1 or x.size == 1, port
-        offsets = [values[o] for o in call.node.offsets.values() if o in values]
+        offsets = [values[o] for o in call.node.indices.offsets.values() if o in values]
         assert all((np.diff(x.ravel()) > 0).all() and x.ravel()[0] == 0 for x in offsets)
 
 
