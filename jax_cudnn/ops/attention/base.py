@@ -194,7 +194,6 @@ class AttentionBase(HasLengths):
         broadcasts=NUMBERS_ONLY,
         order=ROW_MAJOR,
     )
-    indices = Indices(selecting=LENGTHS[:1])
     bounds: ClassVar[tuple[str, str]] = ("diagonal_band_left_bound", "diagonal_band_right_bound")
     compute_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
