@@ -209,7 +209,7 @@ def _limit(spec: GraphSpec, dtype: str) -> float:
 
 def least_eps(spec: GraphSpec) -> float:
     """The epsilon of a graph's arithmetic in float32."""
-    rounds = any(call.node.anchor for call in spec.calls)
+    rounds = bool(spec.anchors)
     return TF32_EPS if rounds and spec.options.precision in (None, "default") else _APPROXIMATE_EPS
 
 

@@ -337,7 +337,7 @@ def _policy(policy: Any) -> Any:
 
     def of(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive is cudnn_p:
-            methods = [call.node.method for call in params["spec"].calls if call.node.anchor]
+            methods = [call.node.method for call in params["spec"].anchors]
             primitive, params = _work_of(methods[0] if methods else "")
         return policy(primitive, *avals, **params)
 

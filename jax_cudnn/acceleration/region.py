@@ -314,7 +314,7 @@ def _refused(spec: GraphSpec, where: Site, name: str) -> str:
     except JaxCudnnError as error:
         return error.summary
     for segment in segments:
-        if segment.plan is None and any(call.node.anchor for call in segment.spec.calls):
+        if segment.plan is None and segment.spec.anchors:
             return segment.reason or "XLA is faster"
     return ""
 

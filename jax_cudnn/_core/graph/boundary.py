@@ -297,6 +297,6 @@ def _whole(spec: GraphSpec, tensor: Tensor) -> Tensor:
     elementwise = all(call.node.ports.is_elementwise for call in uses)
     if tensor.name in spec.outputs or len(shapes) != 1 or not elementwise:
         return tensor
-    if any(call.node.anchor for call in spec.calls):
+    if spec.anchors:
         return tensor
     return replace(tensor, shape=shapes.pop(), order=None)

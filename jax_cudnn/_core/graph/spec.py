@@ -187,9 +187,9 @@ class GraphSpec:
         return any(tensor.dtype == "float64" for tensor in self.tensors)
 
     @cached_property
-    def has_anchor(self) -> bool:
-        """Whether cuDNN builds its engine around one of the nodes."""
-        return any(call.node.anchor for call in self.calls)
+    def anchors(self) -> tuple[Call, ...]:
+        """The calls around which cuDNN builds an engine."""
+        return tuple(call for call in self.calls if call.node.anchor)
 
     @cached_property
     def is_paired(self) -> bool:

@@ -72,7 +72,7 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         if tensor.literal is None
         for shape in [v.dims for v in seen.parts.get(tensor.name, ())] or [tensor.shape]
     }
-    orders = {call.node.anchor.order for call in spec.calls if call.node.anchor}
+    orders = {call.node.anchor.order for call in spec.anchors}
     least = {4 if order == CHANNELS_LAST else 0 for order in orders}
     free = all(
         call.node.ports.is_elementwise or call.node.anchor.order == MERGED for call in spec.calls
@@ -120,7 +120,7 @@ def _calls(spec: GraphSpec) -> _Found:
                 yield call.name, f"{what} ({call.node.about.requires})"
     if any(call.node.anchor.order == MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
-    if not spec.has_anchor:
+    if not spec.anchors:
         yield from _small_intermediates(spec)
     refusals = [call.node.support(tensors, spec) for call, tensors in spec.at_ports]
     for call, refused in zip(spec.calls, refusals, strict=True):
@@ -151,7 +151,7 @@ def _broadcasts(
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
-    kind = next((c.node.anchor.broadcasts for c in spec.calls if c.node.anchor), alone)
+    kind = next((c.node.anchor.broadcasts for c in spec.anchors), alone)
     arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     (n, c, *spatial), ones = out, [1] * len(out[2:])
     allowed = [] if kind == NUMBERS_ONLY else [[1, 1, *ones]]

@@ -106,8 +106,10 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
 
 
 def _may_be_xlas(spec: GraphSpec) -> bool:
-    reproducible = all(call.node.deterministic() == call.node for call in spec.calls)
-    return spec.options.engine is None and (reproducible or not spec.options.deterministic)
+    return spec.options.engine is None and (
+        not spec.options.deterministic
+        or all(call.node.deterministic() == call.node for call in spec.calls)
+    )
 
 
 def key(sm_version: int) -> str:
@@ -136,7 +138,7 @@ def pattern(spec: GraphSpec) -> str:
         ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
         if words := _of_node(spec, call, ports, read):
             hearts[i] = words
-    anchors = [call for call in spec.calls if call.node.anchor]
+    anchors = spec.anchors
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
         # in between does not count.

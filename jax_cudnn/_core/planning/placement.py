@@ -113,7 +113,7 @@ def _cut(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: st
 def _check_products(spec: GraphSpec, segments: Segments, name: str) -> None:
     """UnsupportedGraphError if XLA would run a product of a derivative under "cudnn"."""
     for segment in segments:
-        products = [call.name for call in segment.spec.calls if call.node.anchor]
+        products = [call.name for call in segment.spec.anchors]
         if segment.plan is None and products:
             raise UnsupportedGraphError(
                 f"{name}: cuDNN does not run {', '.join(products)}",
@@ -241,7 +241,7 @@ def first_ways(spec: GraphSpec, site: Site, name: str, xla: Segments | None) -> 
         cut(spec, site, name, losing=True),
     ]
     ways[1:1] = [] if xla is None else [xla]
-    if len(spec.calls) > 1 and spec.has_anchor:
+    if len(spec.calls) > 1 and spec.anchors:
         ways.append(tuple(replace(segment, reason="") for segment in search(spec, alone)))
     distinct: dict[Any, Segments] = {}
     for way in ways:

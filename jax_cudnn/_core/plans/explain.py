@@ -217,7 +217,7 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
     for segment, figures in zip(plan.segments, said["segments"], strict=True):
         reads, both = figures["reads_bytes"], figures["reads_bytes"] + figures["writes_bytes"]
         yield from ((reads, advice) for advice in figures["advice"])
-        by_xla = segment.plan is None and (segment.spec.has_anchor or not several)
+        by_xla = segment.plan is None and (segment.spec.anchors or not several)
         if by_xla and plan.implementation != "xla" and not _measured(plan, segment):
             yield both, f"runs in XLA, because {segment.reason}"
     for one in getattr(note, "gathered", ()):

@@ -196,7 +196,7 @@ def _chosen(
         if not (factor.ahead and spec.is_paired)  # one place for the graphs of a family
         for at in factor.axes
     }
-    anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
+    anchored = {name for call in spec.anchors for _, name in call.inputs}
     given = sorted(spec.input_tensors, key=lambda t: (t.name not in anchored, -t.nbytes))
     sides = [(t, have[t.name]) for t in given]
     sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]

@@ -38,7 +38,7 @@ def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived,
     Raises:
         NoFold: a node cannot take another dimension.
     """
-    ways = [_ways(spec, call) for call in spec.calls if call.node.anchor]
+    ways = [_ways(spec, call) for call in spec.anchors]
     few = math.prod(ways) <= _MOST
     combinations = itertools.product(*map(range, ways)) if few else [None]
     attempts = (_Attempt(spec, size, batched, choice) for choice in combinations)

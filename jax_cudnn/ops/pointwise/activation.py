@@ -31,7 +31,7 @@ _UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
 def with_attributes(graph: GraphSpec) -> Engines:
     """Without the engine (cuBLASLt) that treats every relu as max(input, 0), measured with cuDNN
     9.19."""
-    return Engines(wrong=(0,) if graph.has_anchor else ())
+    return Engines(wrong=(0,) if graph.anchors else ())
 
 
 def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Example, ...]:
@@ -182,7 +182,7 @@ class Relu(Clipped):
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
-        if graph.has_anchor and self.steepness and self.upper_clip is not None:
+        if graph.anchors and self.steepness and self.upper_clip is not None:
             return Reason(
                 "it follows a convolution or matmul and has both a slope and an upper clip"
             )
