@@ -124,13 +124,27 @@ def compiled(
     return ready, failed
 
 
+def balanced(count: int, number: int) -> list[int]:
+    """The order of ``count`` functions in round ``number``: one that runs after a long load finds
+    the device hot and its clock low, and this should not always be the same function.
+
+    In ``count`` rounds each function follows each other function once. An odd count takes one round
+    more, in which some follow twice (E. J. Williams, "Experimental designs balanced for the
+    estimation of residual effects of treatments", 1949).
+    """
+    size = count + count % 2
+    steps = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(size)]  # 0, 1, -1, 2, -2, ...
+    every = [(number + step) % size for step in steps]
+    return [position for position in every if position < count]
+
+
 def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
     """How many graphs a program holds; on a GPU how many segments of them are cuDNN's, on which
     engines, how many are XLA's, and why; with pattern, flops and bytes of each segment that is
     cuDNN's."""
     try:
         live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
-        found = [*bench.of_jaxpr(live)]
+        found = bench.of_jaxpr(live)
     except Exception as error:
         return {"reason": told(error)}
     held: Entry = {"graphs": len(found)}

@@ -114,9 +114,10 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield f"`{method}`"
     yield "moves elements" if moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
-    yield "yes" if node.product and "float32" in node.dtypes else ""
-    yield "" if moves or node.xla_only else ("always" if made.deterministic else "on request")
-    yield node.rounding
+    yield "yes" if node.anchor.product and "float32" in node.dtypes else ""
+    always = made.deterministic() == made
+    yield "" if moves or node.xla_only else ("always" if always else "on request")
+    yield node.about.rounding
 
 
 # The first of these types that a node takes stands for its kind.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax_cudnn.commands import timing
 
 from . import torch_graphs
+from .measure import balanced
 
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -107,7 +108,7 @@ def times(
         least=least,
         warm=warm,
         clock=clock,
-        mixed=True,
+        order=balanced,
     )
     results = {}
     for key in functions:

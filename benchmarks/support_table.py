@@ -117,7 +117,7 @@ def _short(cell: str) -> str:
 
 
 def _other(method: str, gpus: Sequence[str]) -> Line:
-    requires = REGISTRY[method].requires
+    requires = REGISTRY[method].about.requires
     newest = re.search(r"\bSM (\d+)", requires)
     cells = [
         "XLA"

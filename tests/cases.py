@@ -38,7 +38,7 @@ class Case:
         fan_in = {}
         for call in trace.spec.calls:
             # (image, weight) or (A, B): the second is the weight.
-            if call.node.product and len(call.inputs) == 2:
+            if call.node.anchor.product and len(call.inputs) == 2:
                 (_, image), (_, weight) = call.inputs
                 shape = trace.spec.tensor(weight).shape
                 contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None

@@ -179,7 +179,7 @@ FLOAT32, TF32, FLOAT8, TAN, HALF_ACCUMULATOR = 1e-5, 1e-3, 3e-4, 2e-2, 3e-3
 
 def tolerance(spec, operands, on_gpu):
     """For each output: a small factor of what rounding as the spec says costs, and float32's."""
-    anchored = [t for call in spec.calls if call.node.product for _, t in call.inputs]
+    anchored = [t for call in spec.calls if call.node.anchor.product for _, t in call.inputs]
     dtypes = {spec.tensor(name).dtype for name in anchored} if on_gpu else set()
     arithmetic = max(
         FLOAT32,
@@ -191,7 +191,7 @@ def tolerance(spec, operands, on_gpu):
     )
     exact = evaluate(spec, operands)
     # Attention's weights are rounded too: 1.31 seen. XLA's form rounds an epilogue at each step.
-    factor = 2.5 if on_gpu and any(call.node.product for call in spec.calls) else 1.4
+    factor = 2.5 if on_gpu and any(call.node.anchor.product for call in spec.calls) else 1.4
     return [
         factor * distance(r, e) + arithmetic
         for r, e in zip(rounded(spec, operands), exact, strict=True)

@@ -25,7 +25,7 @@ from jax_cudnn.flax import accelerate, report
 
 from ..case import LIMIT
 from ..collectives import collectives
-from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
+from ..measure import FAILED, TIMED, WRONG, Effort, Entry, balanced, short, told
 from . import gradients
 from .cases import Batch, FlaxCase, step
 from .profile import profile
@@ -151,7 +151,7 @@ def measure(
         seconds=effort.seconds,
         least=1 if effort.tiny else _LEAST,
         warm=1,
-        mixed=True,
+        order=balanced,
     )
     for side, training in ready.items():
         ms = timing.summary(times[side], 1e3)

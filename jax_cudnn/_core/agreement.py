@@ -82,8 +82,8 @@ class Figures(NamedTuple):
     ``relative`` and ``worst``: as of a :class:`Difference`. ``bias``: of the factor that fits best.
     ``other``: how many elements differ. ``larger``: how many finite ones by more than each of
     ``_SIZES``, relative to themselves and the usual size of all. Of the expected one: ``rare``,
-    how many elements are the rarer of zero and not zero; ``told``, whether it tells a right result
-    from others: most of it is finite, and not all of it is one value.
+    how many elements are the rarer of zero and not zero; ``informative``, whether it tells a
+    right result from others: most of it is finite, and not all of it is one value.
     """
 
     relative: Any
@@ -92,7 +92,7 @@ class Figures(NamedTuple):
     other: Any
     larger: Any
     rare: Any
-    told: Any
+    informative: Any
 
 
 @jax.jit
@@ -115,7 +115,7 @@ def figures(got: jax.Array, want: jax.Array) -> Figures:
     sizes = jnp.where(both, error / (jnp.abs(known) + usual + tiny), 0).reshape(-1, 1)
     bias = jnp.mean(jnp.where(both, (a - b) * known, 0)) / (square + tiny)
     zero = jnp.sum(b == 0)
-    told = (jnp.mean(finite) >= _FINITE) & ((b.size <= 1) | jnp.any(b != b.reshape(-1)[:1]))
+    informative = (jnp.mean(finite) >= _FINITE) & ((b.size <= 1) | jnp.any(b != b.reshape(-1)[:1]))
     return Figures(
         jnp.sqrt(jnp.mean(error * error)) / (scale + tiny),
         jnp.max(jnp.where(jnp.isnan(parts), jnp.inf, parts)),  # max may drop a NaN
@@ -123,7 +123,7 @@ def figures(got: jax.Array, want: jax.Array) -> Figures:
         other,
         jnp.sum(sizes > np.asarray(_SIZES, np.float32), 0),
         jnp.minimum(zero, b.size - zero),
-        told,
+        informative,
     )
 
 
@@ -146,7 +146,7 @@ def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
-class UntoldError(Exception):
+class UninformativeError(Exception):
     """A graph's results for these operands do not tell a right way from a wrong one."""
 
 
@@ -156,8 +156,8 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
     are one rounding away: what cancels is inexact in any arithmetic, and what is rounded to
     integers, or chosen by a comparison, jumps."""
     for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
-        if not of.told:
-            raise UntoldError
+        if not of.informative:
+            raise UninformativeError
         floats, elements = is_floating(tensor.dtype), math.prod(tensor.shape)
         found = Difference(largest([float(of.relative)]), largest([float(of.worst)]))
         limit, worst, bias = 0.0, 0.0, math.inf
@@ -179,7 +179,7 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
             continue
         moved = near()[i]
         if floats and not moved.relative <= _MOST:
-            raise UntoldError
+            raise UninformativeError
         # Errors of a size are explained by four times as many of half of it.
         explained = (few + _ROUNDINGS * int(n) for n in (moved.larger[0], *moved.larger[:-1]))
         right = all(
@@ -209,7 +209,7 @@ def _limit(spec: GraphSpec, dtype: str) -> float:
 
 def least_eps(spec: GraphSpec) -> float:
     """The epsilon of a graph's arithmetic in float32."""
-    rounds = any(call.node.anchor for call in spec.calls)
+    rounds = bool(spec.anchors)
     return TF32_EPS if rounds and spec.options.precision in (None, "default") else _APPROXIMATE_EPS
 
 

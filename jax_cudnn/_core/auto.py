@@ -6,23 +6,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from . import compat, context, tuning
+from . import compat, context, job, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
 from .graph.spec import GraphSpec
-from .job import agreement
 from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
 from .planning.placement import Site
 from .planning.planned_graph import Measured, PlannedGraph, Segments
 from .planning.split import whole
 from .planning.stored import row_of, said, segments_of
+from .primitive import in_jaxpr
 from .settings import settings
 from .user_context import AUTO, CUDNN, XLA
 
@@ -51,20 +51,11 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
     with progress.of_program(compat.program(ctx)) as first:
         site = context.site(devices, name)
         if first and isinstance(site, Profile) and len(devices) <= 1:
-            graphs = [*_graphs(compat.program_jaxpr())]
+            jaxpr = compat.program_jaxpr()
+            graphs = [] if jaxpr is None else [graph for _, graph in in_jaxpr(jaxpr)]
             if len(graphs) > 1:
                 placement.ahead(graphs, site)
         return plan_graph(spec, site, name, devices)
-
-
-def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
-    """Those of a jaxpr, equal ones too."""
-    for equation in () if jaxpr is None else jaxpr.eqns:
-        if isinstance(spec := equation.params.get("spec"), GraphSpec):
-            yield spec
-        else:
-            for inner in compat.inner_jaxprs(equation):
-                yield from _graphs(inner)
 
 
 def plan_graph(
@@ -152,13 +143,14 @@ def _decided(
             what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
             raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
 
-    if agreement.leader(devices) is None:
+    if not (processes := job.participants(devices)):
         return decide(spec)
     # Nothing here may fail before the other processes learn of it: versions are read later.
     canonical = spec.canonical()
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     key, timeout = repr((canonical._key, gpu)), settings().job_timeout
-    record = agreement.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
+    question = job.Question(key, processes, name, identity, timeout)
+    record = job.agreed(question, make)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])
         return segments_of(record["segments"], spec, planner.identity(site)), measured

@@ -143,19 +143,6 @@ def select(plan: P, which: int | Candidate) -> P:
     return replace(plan, spec=spec, segments=(replace(segment, spec=spec, plan=made),))
 
 
-def parts(plan: P) -> tuple[P, ...]:
-    """A plan for each cuDNN segment."""
-    if len(plan.segments) == 1:
-        return (plan,) if plan.execution_plans else ()
-    found = []
-    for segment in plan.segments:
-        if segment.plan is not None:
-            alone = replace(segment, calls=tuple(range(len(segment.spec.calls))))
-            name = f"{plan.name}: {', '.join(call.name for call in segment.spec.calls)}"
-            found.append(replace(plan, name=name, spec=segment.spec, segments=(alone,)))
-    return tuple(found)
-
-
 def tried(plan: PlannedGraph, candidate: Candidate) -> Candidate:
     """A candidate with ``supported`` set, after trying to build it."""
     if candidate.supported is not None:
@@ -235,17 +222,6 @@ def time_candidates(
     return rows.replaced(found)
 
 
-def autotune(
-    plan: PlannedGraph,
-    arrays: Sequence[Any],
-    device: Device | None,
-    limit: int | None,
-) -> PlannedGraph:
-    """See :meth:`jax_cudnn.Plan.autotune`."""
-    rows = [row for row in time_candidates(plan, arrays, device, limit) if row.seconds is not None]
-    return select(plan, min(rows, key=lambda row: row.seconds or 0.0)) if rows else plan
-
-
 def random_arrays(plan: PlannedGraph) -> list[np.ndarray]:
     """Realistic operands: kernels can be faster with zeros."""
     for tensor in plan.spec.input_tensors:
@@ -272,8 +248,8 @@ def _repeated(plan: PlannedGraph, count: int) -> Any:
     call = functools.partial(ffi.outputs_and_workspace, plan.only, plan.spec, plan.name)
 
     def run(*given: jax.Array) -> Sequence[jax.Array]:
-        workspace = None
-        for _ in range(count):
+        outputs, workspace = call(*given)
+        for _ in range(count - 1):
             outputs, workspace = call(*given, after=workspace)
         return outputs
 

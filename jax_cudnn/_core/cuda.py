@@ -22,6 +22,7 @@ def device_nodes() -> list[str]:
     return [path for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg") if os.path.exists(path)]
 
 
+@functools.cache
 def kernel_driver() -> str:
     """The version of NVIDIA's kernel driver; empty where the system does not say it."""
     try:

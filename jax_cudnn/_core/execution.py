@@ -1,24 +1,24 @@
-"""Runs one plan eagerly: on given arrays, on a given GPU, optionally in place."""
+"""Runs a plan: in a program, or eagerly on given arrays, on a given GPU, optionally in place."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from . import compat, ffi, lowering
+from . import compat, ffi
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError, shown
+from .graph.boundary import boundary
 from .graph.layout import layout
-from .graph.spec import Tensor
-
-if TYPE_CHECKING:
-    from .planning.planned_graph import PlannedGraph
+from .graph.spec import GraphSpec, Tensor
+from .graph.xla_form import NARROW, evaluate
+from .planning.planned_graph import PlannedGraph, PlannedSegment, Segments
 
 InPlace = Mapping[str | int, str | int]
 
@@ -27,6 +27,38 @@ _ONE_NODE = (
     "cuDNN supports in-place operation for graphs of one node only; in larger graphs it treats a "
     "result that shares an operand's memory as a cycle"
 )
+
+
+def run(plan: PlannedGraph, name: str, *arrays: Any, **how: Any) -> list[jax.Array]:
+    """The outputs of a graph according to its plan: cuDNN segments by :func:`ffi.call`, which takes
+    ``how``, XLA segments by their reference."""
+    read = {tensor for segment in plan.segments for tensor in segment.spec.inputs}
+
+    def part(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
+        if segment.plan is None:
+            form = "" if segment.strict else NARROW
+            given = boundary(segment.spec).clipped(inputs)
+            return evaluate(segment.spec, *given, products=form, read=read)
+        return ffi.call(segment.plan, segment.spec, name, *inputs, **how)
+
+    return in_order(plan.segments, plan.spec, arrays, part)
+
+
+def in_order(
+    segments: Segments,
+    spec: GraphSpec,
+    operands: Sequence[Any],
+    execute: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """The outputs of a graph, segment by segment: ``execute(segment, *inputs)`` gives outputs."""
+    values = dict(zip(spec.inputs, operands, strict=True))
+    for segment in segments:
+        results = execute(segment, *(values[name] for name in segment.spec.inputs))
+        values.update(zip(segment.spec.outputs, results, strict=True))
+    return [values[name] for name in spec.outputs]
+
+
+# -- eagerly ---------------------------------------------------------------------------------------
 
 
 def execute(
@@ -45,9 +77,8 @@ def execute(
 @functools.lru_cache(maxsize=256)
 def program(plan: PlannedGraph, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function that runs a plan; ``in_place`` pairs operands and results by position."""
-    call = functools.partial(ffi.call, in_place=dict(in_place))
-    run = functools.partial(lowering.run, plan, plan.name, call)
-    return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
+    planned = functools.partial(run, plan, plan.name, in_place=dict(in_place))
+    return jax.jit(planned, donate_argnums=[operand for operand, _ in in_place])
 
 
 # -- arrays and GPUs -------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
     }
     for call, edge in zip(spec.calls, boundary(spec).edges, strict=True):
         node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
-        names = {port: name for port, name in call.inputs if port in edge.integers}
-        for port, offset in node.offsets.items():
+        positions = node.indices.positions
+        names = {port: name for port, name in call.inputs if port in positions}
+        for port, offset in node.indices.offsets.items():
             if offset in names and port in shapes:
                 tokens, *token = shapes[port].shape
                 count = math.prod(shapes[offset].shape)
@@ -44,7 +45,7 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
             if n in values and port not in names
             else jnp.full(shapes[port].shape, 2**30, jnp.int32)
             for port, n in call.inputs
-            if port in edge.integers
+            if port in positions
         }
         for port, most in edge.clipped(given).items():
             if names.get(port) in values:

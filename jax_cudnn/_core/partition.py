@@ -78,9 +78,9 @@ class _Partitioned:
         with TARGET.entered(self.target), WAYS.entered(self.ways), self.settings():
             yield
 
-    def work(self, given: tuple[Sharding, ...], asked: tuple[Sharding, ...]) -> Work:
+    def work(self, given: tuple[Sharding, ...], wanted: tuple[Sharding, ...]) -> Work:
         with self.contexts():
-            return work(self.spec, given, asked, (*self.axes.shape.items(),), self.sums)
+            return work(self.spec, given, wanted, (*self.axes.shape.items(),), self.sums)
 
     @property
     def sums(self) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,6 +55,22 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 
 lower_local = mlir.lower_fun(_local, multiple_results=True)
+
+
+def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
+    """All graphs of a jaxpr with their names, equal ones too."""
+    return ((title(**call.params), call.params["spec"]) for call, _ in calls_in(jaxpr))
+
+
+def calls_in(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The equation of each call, and how often it runs; once in a while loop and in each branch of
+    a conditional, where that is unknown."""
+    for equation in jaxpr.eqns:
+        if equation.primitive in (cudnn_p, cudnn_local_p):
+            yield equation, times
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in compat.inner_jaxprs(equation):
+            yield from calls_in(inner, times * turns)
 
 
 Seen = dict[Any, list[tuple[str, GraphSpec, str]]]

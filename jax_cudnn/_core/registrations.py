@@ -10,7 +10,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import compat, ffi
+from . import compat
 from .errors import GraphError
 from .graph.reference import WIDE, evaluate
 from .graph.spec import GraphSpec
@@ -73,10 +73,10 @@ def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
-    from . import auto, lowering  # and all of planning: importing jax_cudnn does without
+    from . import auto, execution  # and all of planning: importing jax_cudnn does without
 
     plan = auto.of_lowering(ctx, spec, name)
-    run = functools.partial(lowering.run, plan, name, ffi.call)
+    run = functools.partial(execution.run, plan, name)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

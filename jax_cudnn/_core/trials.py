@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import agreement, compat, ffi, lowering
+from . import agreement, compat, execution
 from .compat import Device
 from .cuda import CudaDevice
 from .graph.layout import layout
@@ -95,7 +95,7 @@ class Bench:
             sides = spec.input_tensors, spec.output_tensors
             least = max(roofline(spec, site) or 0.0, 2e-6)
             self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
-            if any(call.node.product for call in spec.calls):
+            if any(call.node.anchor.product for call in spec.calls):
                 self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
             given, made = (sum(t.nbytes for t in side) for side in sides)
             filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
@@ -140,7 +140,7 @@ class Bench:
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
         turns with the fastest one so far. Raises MemoryError where the reference is too large, and
-        :class:`.agreement.UntoldError` where it says nothing about others."""
+        :class:`.agreement.UninformativeError` where it says nothing about others."""
         xla = self._xla
         made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
@@ -150,7 +150,7 @@ class Bench:
         wait(made)  # else those that run would disturb XLA's autotuning
         try:
             found = self._compared(made)
-        except agreement.UntoldError:
+        except agreement.UninformativeError:
             self._put(plain=True)
             found = self._compared(made)
         right = {i: made[i].result() for i, trial in enumerate(found) if not trial.note}
@@ -188,7 +188,9 @@ class Bench:
     def _begun(self, segments: Segments) -> Future[_Program]:
         """The program of a way. XLA autotunes its products on the device, so these are compiled
         one after the other."""
-        products = any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
+        products = any(
+            c.node.anchor.product for s in segments if s.plan is None for c in s.spec.calls
+        )
         try:
             program = _Program.of(self._repeated(segments), *self._operands)
         except Exception as error:
@@ -201,7 +203,7 @@ class Bench:
         """Runs a way several times in a row, each after the one before. Returns the last results,
         and an element of each other, else XLA would not compute those."""
         planned = PlannedGraph("measured", "", "", self._spec, segments)
-        once = self._arranged(functools.partial(lowering.run, planned, "measured", ffi.call))
+        once = self._arranged(functools.partial(execution.run, planned, "measured"))
 
         def run(*arrays: jax.Array) -> Any:
             results, used = once(*arrays), []
@@ -238,7 +240,7 @@ class Bench:
             return Trial(note=_line(error), wrong=not failure.may_pass(str(error)))
         try:
             wrong = self._wrong(got)
-        except agreement.UntoldError:
+        except agreement.UninformativeError:
             raise
         except Exception as error:
             if isinstance(error, MemoryError) or failure.may_pass(str(error)):

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from . import compat
-from .agreement import UntoldError
+from .agreement import UninformativeError
 from .cuda import CudaDevice, kernel_driver
 from .errors import PlanningError, UnsupportedGraphError
 from .graph.boundary import boundary
@@ -108,9 +108,10 @@ def outcome(
 
 def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
     """What is known of a canonical graph, measured if it is new; None if nothing can be now."""
+    key = _key(spec, site)
     try:
-        memo = _memo(spec, site, settings().tuning)
-        return _known.get(memo, lambda: _stored_or_measured(spec, site, name))
+        memo = key, settings().tuning
+        return _known.get(memo, lambda: _stored_or_measured(key, spec, site, name))
     except _NotMeasured:
         return None
 
@@ -118,10 +119,10 @@ def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
 def remember(spec: GraphSpec, site: CudaDevice, outcome: Outcome, way: int) -> None:
     """Makes a way of an outcome the one that a canonical graph takes, in later processes, too: a
     whole step was fastest with it."""
-    found = replace(outcome, taken=way, step=True)
+    found, key = replace(outcome, taken=way, step=True), _key(spec, site)
     for level in (FAST, FULL):
-        _known.put(_memo(spec, site, level), found)
-    key, taken = _key(spec, site), found.ways[way]
+        _known.put((key, level), found)
+    taken = found.ways[way]
     parts = [(calls, in_xla) for calls, in_xla, _ in taken.segments]
     _steps[digest(key)] = digest(repr((parts, taken.pinned)))
     configured().update(STEPS, {"taken": dict(_steps)}, label="what whole steps have chosen")
@@ -150,10 +151,6 @@ def _key(spec: GraphSpec, site: CudaDevice) -> str:
     return key_text("choice", spec, planner.identity(site), versions, *_flags())
 
 
-def _memo(spec: GraphSpec, site: CudaDevice, level: str) -> Hashable:
-    return spec, planner.identity(site), level, _flags()
-
-
 def _flags() -> tuple[str, ...]:
     """XLA's flags for GPUs, on which outcomes depend."""
     given = os.environ.get("XLA_FLAGS", "").split()
@@ -161,9 +158,9 @@ def _flags() -> tuple[str, ...]:
     return tuple(sorted(flags | ({"unoptimized"} if compat.is_unoptimized() else set())))
 
 
-def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
+def _stored_or_measured(key: str, spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     """From the disk, or measured and left there."""
-    key, now = _key(spec, site), settings()
+    now = settings()
 
     def read(stored: dict[str, Any]) -> Outcome:
         return choice_of(stored, spec)
@@ -273,7 +270,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome:
     except MemoryError as error:
         log.info("%s: not measured: too large for what is free of the memory", name)
         raise _NotMeasured(lasts=True) from error
-    except UntoldError as error:
+    except UninformativeError as error:
         log.info("%s: not measured: random operands do not tell right results from wrong", name)
         raise _NotMeasured(lasts=True) from error
     except (PlanningError, UnsupportedGraphError):

@@ -19,7 +19,8 @@ from .._core.errors import GraphTypeError, nearest, shown
 from .._core.graph.source import users_place
 from .._core.planning import placement
 from .._core.planning.deviceless.profiles import Profile
-from .._core.plans.collect import in_jaxpr
+from .._core.plans.collect import is_array, of_arrays
+from .._core.primitive import in_jaxpr
 from .._core.text import aligned
 from . import attention, epilogues, norms, region
 from .program import Missed, Program
@@ -189,19 +190,21 @@ class Accelerated:
     def _found(self, args: Any, kwargs: Any, where: Site | None) -> tuple[_Found, list[Any], bool]:
         """What is found in a call, decided for a GPU; the arrays of the call; and whether the
         function was traced for it, and its program is that trace."""
-        leaves, structure = jax.tree.flatten((self._fn, args, kwargs))
-        places = [i for i, x in enumerate(leaves) if _is_array(x)]
-        arrays = [leaves[i] for i in places]
-        rest = tuple((i, _said(x)) for i, x in enumerate(leaves) if not _is_array(x))
-        avals = tuple(map(compat.aval_of, arrays))
-        key = structure, avals, rest, where, compat.trace_context()
+        # A function that is a pytree has arrays of its own.
+        called = functools.wraps(self._fn, updated=())(
+            lambda fn, /, *args, **kwargs: fn(*args, **kwargs)
+        )
+        call = of_arrays(called, (self._fn, *args), kwargs)
+        rest = tuple((i, _said(x)) for i, x in call.rest.items())
+        avals = tuple(map(compat.aval_of, call.arrays))
+        key = call.structure, avals, rest, where, compat.trace_context()
         try:
             found = self._known.get(key)
         except TypeError:  # an argument is not hashable
             key = found = None
         is_new = False
         if found is None:
-            closed, results, tree = _traced(self._fn, leaves, places, structure, avals)
+            closed, results, tree = _traced(call.run, avals)
             sizes = (n for aval in avals for n in getattr(aval, "shape", ()))
             fixed = all(isinstance(n, int) for n in sizes)  # else known in a run alone
             fits = fixed and all(map(_is_plain, results))
@@ -216,7 +219,7 @@ class Accelerated:
                 self._known.clear()
             if key is not None and not closed.consts:  # which the function may read anew
                 self._known[key] = found
-        return found, arrays, is_new
+        return found, call.arrays, is_new
 
 
 class _Found(NamedTuple):
@@ -255,19 +258,15 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _traced(fn: Any, leaves: list[Any], places: list[int], structure: Any, avals: Any) -> Any:
+def _traced(run: Callable[..., Any], avals: Any) -> Any:
     """The jaxpr of a function of arrays, the leaves of its results, and their structure."""
     told: list[Any] = []
 
-    @functools.wraps(fn, updated=())  # errors of JAX name it, and its line
+    @functools.wraps(run, updated=())  # errors of JAX name it, and its line
     def flat(*arrays: Any) -> Any:
-        given = [*leaves]
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        function, args, kwargs = jax.tree.unflatten(structure, given)
-        results, tree = jax.tree.flatten(function(*args, **kwargs))
-        told[:] = [_ARRAY if _is_array(x) else x for x in results], tree
-        return [x for x in results if _is_array(x)]
+        results, tree = jax.tree.flatten(run(*arrays))
+        told[:] = [_ARRAY if is_array(x) else x for x in results], tree
+        return [*filter(is_array, results)]
 
     closed = jax.make_jaxpr(flat)(*avals)
     return closed, *told
@@ -297,12 +296,6 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
             except Exception as error:  # the function then runs as it was
                 log.warning(FAILED, f"look at {module.__name__}", exc_info=error)
     return program, missed
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, but not of strings or objects."""
-    kind = getattr(getattr(leaf, "dtype", "O"), "kind", "")
-    return hasattr(leaf, "shape") and kind not in ("O", "S", "U", "M", "m")
 
 
 def _said(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """Attention in a program, by its meaning: two products around a softmax over the axis that the
 second one sums.
 
-:mod:`.following` says what every value that depends on the first product is, :mod:`.scores` what
+:mod:`.softmax` says what every value that depends on the first product is, :mod:`.scores` what
 stands between product and softmax. Order of axes, grouped queries and casts follow from the
 equations. :mod:`.derivative` finds its derivative in the same program.
 """
@@ -16,16 +16,12 @@ import jax.numpy as jnp
 
 from ..ops import dot_product_attention
 from .derivative import backward
-from .following import OUT, SCORES, Dims, Operand, Side, Softmax, Unclear, side
+from .following import Dims, Operand, Side, Unclear, side
 from .program import Missed, Program
-from .region import Backward, Region
+from .region import USED, Backward, Region
 from .scores import Roles, Scores, added, all_of, band, read, score_mod, sorted_out
-from .values import Equation, Value, between, free_dims, number, renamed
-
-_USED = (
-    "its {} are used elsewhere, too; if that is a backward pass, put accelerate around the "
-    "function that is differentiated: jax.grad(jc.accelerate(loss))"
-)
+from .softmax import OUT, SCORES, Softmax
+from .values import Equation, Value, between, free_dims, renamed
 
 
 def find(
@@ -81,7 +77,7 @@ def _region(program: Program, softmax: Softmax) -> Region:
             derivative = backward(program, softmax, equations, last, operands, scores.biases)
         except Unclear as why:
             kinds = sorted(softmax.states[v].kind for v in read_elsewhere)
-            raise Unclear(f"{_USED.format(kinds[0])} ({why})") from None
+            raise Unclear(f"{USED.format(f'{kinds[0]} are')} ({why})") from None
     return _built(roles, operands, scores, dims_of, softmax, equations, last, derivative)
 
 
@@ -153,15 +149,9 @@ def operand(value: Value, dims: Dims, repeats: bool) -> Operand:
         first = made.ins[0] if made.ins else value
         if made.name == "convert_element_type" and _is_wider(value, first):
             value = first
-        elif made.name in ("mul", "div") and value.shape:
-            arrays = [v for v in made.ins if number(v) is None]
-            numbers = [n for v in made.ins if (n := number(v)) is not None]
-            if len(arrays) != 1 or not numbers or arrays[0].shape != value.shape:
-                break
-            if made.name == "div" and (arrays[0] is not first or not numbers[0]):
-                break
-            factor = factor * numbers[0] if made.name == "mul" else factor / numbers[0]
-            (value,) = arrays
+        elif scaled := [v for v in made.ins if v.shape == value.shape and made.factor_of(v)]:
+            factor *= made.factor_of(scaled[0]) or 1.0
+            value = scaled[0]
         elif made.name == "transpose":
             order = made.params["permutation"]
             value, dims = first, tuple(dims[order.index(i)] for i in range(len(dims)))

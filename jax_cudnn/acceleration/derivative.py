@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .following import OUT, ROW, SUM, Dims, Operand, Side, Softmax, Unclear, moved, rooted
+from .following import Dims, Follower, Operand, Side, State, Unclear, moved, rooted, wide
 from .program import Program
 from .region import Backward
-from .sampled import REDUCTIONS, Leaf, Part, check
-from .values import CASTS, ELEMENTWISE, LAYOUT, Equation, Value, between, free_dims, number, renamed
+from .sampled import Leaf, Part, check
+from .softmax import OUT, ROW, SUM, Softmax
+from .values import CASTS, LAYOUT, Equation, Value, between, free_dims, number, renamed
 
 _NEW = "?"
+_OF_SCORES, _BESIDE = "of the scores", "beside them"
 _ROLES = ("queries", "keys", "values")
 _READ = "a value inside is used elsewhere"
 _SAME = 1e-6  # of the factors of queries and of their gradient
@@ -52,7 +55,7 @@ def backward(
     if not walk.gradients or len({*walk.gradients.values()}) != len(walk.gradients):
         raise Unclear("no gradients")
     everything = forward | equations
-    targets = {value: walk.own(i) for value, i in walk.gradients.items()}
+    targets = {value: walk.own[i] for value, i in walk.gradients.items()}
     found: list[_Gradient] = []
     inside = {v for e in everything for v in e.outs} - {last, *targets}
     for value in sorted(inside, key=lambda v: v.made_by.at if v.made_by else -1):
@@ -63,11 +66,11 @@ def backward(
             targets[gradient.value] = leaf
             found.append(gradient)
             everything |= gradient.more
-    leaves = {(e, i): walk.leaf(e, i) for e, i in walk.leaves if e in everything}
+    leaves = {place: leaf for place, leaf in walk.leaves.items() if place[0] in everything}
     result = softmax.states[last]
     ends = {*result.dims} - {None}
-    own = [walk.own(i) for i in range(len(_ROLES))]
-    cotangents = [x for x in leaves.values() if {*x.dims} - {None} == ends and x not in own]
+    entering = dict.fromkeys(leaf for leaf in leaves.values() if leaf not in walk.own)
+    cotangents = [leaf for leaf in entering if leaf.axes == ends]
     if len({leaf.key for leaf in cotangents}) != 1:
         raise Unclear("no cotangent")
     cotangent = cotangents[0]
@@ -84,9 +87,8 @@ def backward(
         last=last,
         cotangent=cotangent,
         targets=targets,
-        dims={value: walk.resolved(dims) for value, dims in walk.dims.items()},
+        dims=walk.dims,
         leaves=leaves,
-        dtypes={leaf: walk.dtypes[leaf.key] for leaf in leaves.values()},
         shifts={v for v in (*sums, *softmax.all_of(ROW)) if v.made_by in forward},
         signs={e.outs[0] for e in compared if all(v in sums or number(v) == 0 for v in e.ins)},
     )
@@ -94,7 +96,7 @@ def backward(
     for value, i in walk.gradients.items():
         found.append(_of_operand(program, walk, value, i, operands[i], everything))
         everything |= found[-1].more
-    root = walk.roots[cotangent.key]
+    root = cotangent.root
     if root.made_by in everything:
         raise Unclear("its cotangent is computed inside of it")
     to_last = _brought(cotangent.dims, result.dims, last.shape)
@@ -120,13 +122,13 @@ def _of_bias(
 ) -> tuple[Leaf, _Gradient]:
     """The gradient of a bias: sums of that of the scores."""
     more: set[Equation] = set()
-    leaves = dict.fromkeys(walk.leaf(*place) for place in walk.leaves)
+    leaves = dict.fromkeys(leaf for leaf in walk.leaves.values() if leaf not in walk.own)
     while True:
-        dims = walk.resolved(walk.dims[value])
+        dims = walk.dims[value]
         for i, side in enumerate(biases, len(_ROLES)):
             for leaf in leaves:
-                alike = {*dims} - {None} == side.axes == {*leaf.dims} - {None}
-                if alike and _holds(walk.roots.get(leaf.key), side):
+                alike = {*dims} - {None} == side.axes == leaf.axes
+                if alike and _holds(leaf.root, side):
                     return leaf, _Gradient(value, i, _brought(side.dims, dims, value.shape), more)
         users = {user for user in value.users if user not in inside}
         if program.is_read(value) or len(users) != 1:
@@ -138,10 +140,8 @@ def _of_bias(
         (value,) = user.outs
 
 
-def _holds(total: Value | None, side: Side) -> bool:
+def _holds(total: Value, side: Side) -> bool:
     """Whether a value is a sum of which a bias is a term."""
-    if total is None:
-        return False
     root, _ = rooted(total)
     made = root.made_by
     terms = made.ins if made is not None and made.name == "add" else ()
@@ -153,18 +153,16 @@ def _of_operand(
 ) -> _Gradient:
     """The gradient of queries, keys or values as cuDNN takes them: after the scale that precedes
     the product, where the program has it."""
-    at, now, names, more = value, 1.0, walk.resolved(walk.dims[value]), set[Equation]()
+    at, now, names, more = value, 1.0, walk.dims[value], set[Equation]()
     unscaled = _brought(operand.dims, names, at.shape, 1 / operand.factor)
     while not math.isclose(now, operand.factor, rel_tol=_SAME):
         user = at.users[0] if len(at.users) == 1 and not program.is_read(at) else None
         if user is None or user in inside or user.inner or len(user.outs) != 1:
             return _Gradient(value, i, unscaled, set())
-        others = [number(v) for v in user.ins if v is not at]
-        scales = user.name == "mul" or (user.name == "div" and user.ins[0] is at)
         if user.name in LAYOUT and (found := moved(user, names)) is not None:
             names = found
-        elif scales and len(others) == 1 and others[0]:
-            now = now * others[0] if user.name == "mul" else now / others[0]
+        elif factor := user.factor_of(at):
+            now *= factor
         elif not user.casts:
             return _Gradient(value, i, unscaled, set())
         more = more | {user}
@@ -175,10 +173,10 @@ def _of_operand(
 # -- names of dimensions ---------------------------------------------------------------------------
 
 
-class _Walk:
-    """Which axes the dimensions of the values have that follow from the scores. ``same``: the axis
-    that a name turned out to be; ``leaves``: the arrays that enter, by equation and operand;
-    ``roots`` and ``dtypes``: what they are, by key; ``gradients``: of which operand values are."""
+class _Walk(Follower):
+    """Which axes the dimensions of the values have that follow from the scores, or from the values
+    of the attention alone. ``leaves``: the arrays that enter, by equation and operand; ``own``:
+    those of them that are queries, keys and values; ``gradients``: of which of these values are."""
 
     def __init__(
         self,
@@ -187,45 +185,34 @@ class _Walk:
         forward: set[Equation],
         operands: Sequence[Operand],
     ) -> None:
-        self.softmax = softmax
-        self.dims: dict[Value, Dims] = {}
-        self.same: dict[Any, Any] = {}
-        self.leaves: dict[tuple[Equation, int], Leaf] = {}
-        self.roots: dict[Hashable, Value] = {}
-        self.order: list[Equation] = []
-        self.gradients: dict[Value, int] = {}
+        self.forward, self.softmax = forward, softmax
+        self.same: dict[Any, Any] = {}  # the axis that a name turned out to be
         self._keys: dict[Value, Hashable] = {}
-        self.operands = [x.given for x in operands]
-        sized = [zip(x.given_dims, x.given.shape, strict=True) for x in operands]
-        self.names = [tuple(d if n != 1 else None for d, n in pairs) for pairs in sized]
-        if len({rooted(v)[0] for v in self.operands}) != len(_ROLES):
+        self.own = [
+            Leaf((role,), wide(x.given_dims, x.given.shape), x.given)
+            for role, x in zip(_ROLES, operands, strict=True)
+        ]
+        if len({rooted(leaf.root)[0] for leaf in self.own}) != len(_ROLES):
             raise Unclear("queries, keys or values are one array")
-        own = [self.own(i).key for i in range(len(_ROLES))]
-        self.dtypes = dict(zip(own, (v.dtype for v in self.operands), strict=True))
-        product = softmax.product
-        for i, v in enumerate(product.ins):
-            self.leaves[product, i] = self.own(self.operands.index(v))
-        (scores,) = product.outs
-        self.dims[scores] = softmax.states[scores].dims
-        self.of_scores = {scores}  # what depends on them: others may share the values
-        values, _ = rooted(self.operands[2])
+        product, (scores,) = softmax.product, softmax.product.outs
+        by_value = {leaf.root: leaf for leaf in self.own}
+        self.leaves = {(product, i): by_value[v] for i, v in enumerate(product.ins)}
+        values, _ = rooted(self.own[2].root)
         products = (e for e in program.equations if e.name == "dot_general")
-        todo = {*scores.users, *(e for e in products if any(rooted(v)[0] is values for v in e.ins))}
-        seen: set[Equation] = {product}
-        while todo := todo - seen:
-            equation = min(todo, key=lambda e: e.at)
-            seen.add(equation)
-            if self._takes(equation):
-                (out,) = equation.outs
-                self.order.append(equation)
-                if not self.of_scores.isdisjoint(equation.ins):
-                    self.of_scores.add(out)
-                todo |= forward.intersection(out.users) if self._ends(out) else {*out.users}
+        reading = {e for e in products if any(rooted(v)[0] is values for v in e.ins)} - {product}
+        start = State(_OF_SCORES, softmax.states[scores].dims)
+        super().__init__({scores: start}, {*scores.users, *reading})
         self._name_ends()
-        for equation in self.order:
-            self._ends(equation.outs[0])  # some names are known by now
+        self.dims = {value: self._resolved(state.dims) for value, state in self.states.items()}
+        for place, leaf in self.leaves.items():
+            self.leaves[place] = replace(leaf, dims=self._resolved(leaf.dims))
+        made = (e.outs[0] for e in self.order)
+        roles = {v: self._role(v) for v in made if self.states[v].kind == _OF_SCORES}
+        self.gradients = {
+            v: i for v, i in roles.items() if i is not None and not self._is_result(v)
+        }
 
-    def resolved(self, dims: Dims) -> Dims:
+    def _resolved(self, dims: Dims) -> Dims:
         def of(name: Any) -> Any:
             while name in self.same:
                 name = self.same[name]
@@ -233,100 +220,52 @@ class _Walk:
 
         return tuple(map(of, dims))
 
-    def leaf(self, equation: Equation, i: int) -> Leaf:
-        found = self.leaves[equation, i]
-        return Leaf(found.key, self.resolved(found.dims))
+    def _role(self, out: Value) -> int | None:
+        """Of which operand a product has the axes."""
+        names = {*self._resolved(self.states[out].dims)} - {None}
+        own = [leaf.axes for leaf in self.own]
+        is_product = out.made_by is not None and out.made_by.name == "dot_general"
+        return own.index(names) if is_product and names in own else None
 
-    def own(self, i: int) -> Leaf:
-        """Queries, keys or values."""
-        return Leaf((_ROLES[i],), self.names[i])
-
-    def _ends(self, out: Value) -> bool:
-        """Whether a value is the result, or a gradient."""
+    def _is_result(self, out: Value) -> bool:
         state = self.softmax.states.get(out)
-        if state is not None and state.kind == OUT:
-            return True
-        if out.made_by is None or out.made_by.name != "dot_general":
-            return False
-        names = {*self.resolved(self.dims[out])} - {None}
-        own = [{*dims} - {None} for dims in self.names]
-        if names in own and out in self.of_scores:
-            self.gradients[out] = own.index(names)
-        return names in own
+        return state is not None and state.kind == OUT
 
-    def _takes(self, equation: Equation) -> bool:
-        """Names the dimensions of an equation's result; False where it is no part of this."""
-        if equation.inner or len(equation.outs) != 1 or equation.eqn.effects:
-            return False
-        name, (out,), ins = equation.name, equation.outs, equation.ins
-        dims: Dims | None = None
-        if name in LAYOUT:
-            dims = moved(equation, self.dims[ins[0]])
-        elif equation.casts or name == "stop_gradient":
-            dims = self.dims[ins[0]] if out.is_float else None
-        elif name in REDUCTIONS:
-            axes, (x,) = equation.params["axes"], ins
-            if all(self.dims[x][i] is not None or x.shape[i] == 1 for i in axes):
-                dims = tuple(d for i, d in enumerate(self.dims[x]) if i not in axes)
-        elif name == "dot_general":
-            dims = self._of_product(equation)
-        elif name in ELEMENTWISE and name not in CASTS:
-            dims = self._of_elements(equation)
-        if dims is not None:
-            self.dims[out] = dims
-        return dims is not None
+    def onwards(self, out: Value) -> set[Equation]:
+        ends = self._is_result(out) or self._role(out) is not None
+        return self.forward.intersection(out.users) if ends else {*out.users}
 
-    def _name_ends(self) -> None:
-        """Names the dimension along which the cotangent meets no other array, where queries and
-        keys have no gradient."""
-        queries, keys, values = self.names
-        ends = {name for name in values if isinstance(name, tuple)}
-        rows = ({*values, *queries} - {None, *keys}) | ({*queries} & {*values})
-        for leaf in {*self.leaves.values()}:
-            names = {*self.resolved(leaf.dims)} - {None}
-            new = {name for name in names if _is_new(name)}
-            if len(new) == len(ends) == 1 and names - new <= rows - ends:
-                self._unite(*new, *ends)
+    def reduced(self, name: str, state: State, over: set[Any], dims: Dims) -> State:
+        return replace(state, dims=dims)
 
-    def _enters(self, equation: Equation, i: int, dims: Dims) -> None:
-        root, at = rooted(equation.ins[i], dims)
-        if equation.name == "dot_general" and {*at} - {None} != {*dims} - {None}:
-            root, at = equation.ins[i], dims  # the cotangent of a sum is one number, repeated
-        key = self.key(root)
-        self.roots[key], self.dtypes[key] = root, root.dtype
-        for leaf in [leaf for leaf in self.leaves.values() if leaf.key == key]:
-            old, new = self.resolved(leaf.dims), self.resolved(at)
-            pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
-            if all(None not in pair and any(map(_is_new, pair)) for pair in pairs):
-                for pair in pairs:
-                    self._unite(*pair)
-        self.leaves[equation, i] = Leaf(key, at)
+    def fits(self, one: Any, other: Any) -> bool:
+        return one is None or self._unite(one, other)
 
-    def _of_elements(self, equation: Equation) -> Dims | None:
-        dims: list[Any] = [None] * len(equation.outs[0].shape)
-        others = [v not in self.dims and number(v) is None for v in equation.ins]
-        for v in equation.ins:
-            for axis, d in enumerate(self.dims.get(v, ())):
-                if d is not None and dims[axis] is not None and not self._unite(dims[axis], d):
-                    return None
-                dims[axis] = dims[axis] if d is None else d
+    def common(self, equation: Equation, given: list[State | None]) -> Dims | None:
+        found = None if equation.name in CASTS else super().common(equation, given)
+        if found is None:
+            return None
+        pairs, dims = zip(equation.ins, given, strict=True), [*found]
+        others = [i for i, (v, s) in enumerate(pairs) if s is None and number(v) is None]
         for axis, size in enumerate(equation.outs[0].shape):
-            if dims[axis] is None and size != 1 and any(others):
+            if dims[axis] is None and size != 1 and others:
                 dims[axis] = (_NEW, equation.at, axis)
-        for i, v in enumerate(equation.ins):
-            if others[i]:
-                self._enters(equation, i, tuple(dims) if v.shape else ())
+        for i in others:
+            self._enters(equation, i, tuple(dims) if equation.ins[i].shape else ())
         return tuple(dims)
 
-    def _of_product(self, equation: Equation) -> Dims | None:
+    def elementwise(self, equation: Equation, given: list[State | None], dims: Dims) -> State:
+        return State(_kind(given), dims)
+
+    def contracted(self, equation: Equation, given: list[State | None]) -> State | None:
         (contract, batch), ins = equation.params["dimension_numbers"], equation.ins
         pairs = [*zip(*contract, strict=True), *zip(*batch, strict=True)]
-        named: list[Any] = [self.dims.get(v) for v in ins]
+        named: list[Any] = [None if state is None else state.dims for state in given]
         for i in (0, 1):
             if named[i] is None:
                 named[i] = self._as_operand(equation, i, named[1 - i], pairs)
-        if self.dims.keys().isdisjoint(ins):  # cotangent and values; not a second product
-            ends = {name for name in self.names[2] if isinstance(name, tuple)}
+        if given == [None, None]:  # cotangent and values; not a second product
+            ends = {name for name in self.own[2].dims if isinstance(name, tuple)}
             if ends not in [
                 {d[a] for a in axes} for axes, d in zip(contract, named, strict=True) if d
             ]:
@@ -349,31 +288,56 @@ class _Walk:
             elif not self._unite(one, other):
                 return None
         ends = [named[i][axis] for i in (0, 1) for axis in free_dims(equation)[i]]
-        return tuple([named[0][axis] for axis in batch[0]] + ends)
+        return State(_kind(given), tuple([named[0][axis] for axis in batch[0]] + ends))
+
+    def _name_ends(self) -> None:
+        """Names the dimension along which the cotangent meets no other array, where queries and
+        keys have no gradient."""
+        queries, keys, values = (leaf.dims for leaf in self.own)
+        ends = {name for name in values if isinstance(name, tuple)}
+        rows = ({*values, *queries} - {None, *keys}) | ({*queries} & {*values})
+        for leaf in {*self.leaves.values()}:
+            names = {*self._resolved(leaf.dims)} - {None}
+            new = {name for name in names if _is_new(name)}
+            if len(new) == len(ends) == 1 and names - new <= rows - ends:
+                self._unite(*new, *ends)
+
+    def _enters(self, equation: Equation, i: int, dims: Dims) -> None:
+        root, at = rooted(equation.ins[i], dims)
+        if equation.name == "dot_general" and {*at} - {None} != {*dims} - {None}:
+            root, at = equation.ins[i], dims  # the cotangent of a sum is one number, repeated
+        key = self._key(root)
+        for leaf in [leaf for leaf in self.leaves.values() if leaf.key == key]:
+            old, new = self._resolved(leaf.dims), self._resolved(at)
+            pairs = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
+            if all(None not in pair and any(map(_is_new, pair)) for pair in pairs):
+                for pair in pairs:
+                    self._unite(*pair)
+        self.leaves[equation, i] = Leaf(key, at, root)
 
     def _as_operand(self, equation: Equation, i: int, other: Any, pairs: Any) -> Dims | None:
         """The axes of queries, keys or values as an operand, such that they fit the other."""
         value = equation.ins[i]
         root, at = rooted(value, (*range(len(value.shape)),))
-        for which, operand in enumerate(self.operands):
+        for own in self.own:
             dims: list[Any] = [None] * len(value.shape)
-            if value is operand:
-                dims = [*self.names[which]]
+            if value is own.root:
+                dims = [*own.dims]
             else:
-                its, names = rooted(operand, self.names[which])
-                if its is not root or {*names} - {None} != {*self.names[which]} - {None}:
+                its, names = rooted(own.root, own.dims)
+                if its is not root or {*names} - {None} != own.axes:
                     continue
                 for axis, name in zip(at, names, strict=True):
                     if axis is not None:
                         dims[axis] = name
             met = [] if other is None else [(dims[p[i]], other[p[1 - i]]) for p in pairs]
-            if all(a == b or _is_new(b) for a, b in ((a, self.resolved((b,))[0]) for a, b in met)):
-                self.leaves[equation, i] = self.own(which)
+            if all(a == b or _is_new(b) for a, b in ((a, self._resolved((b,))[0]) for a, b in met)):
+                self.leaves[equation, i] = own
                 return tuple(dims)
         return None
 
     def _unite(self, a: Any, b: Any) -> bool:
-        a, b = self.resolved((a, b))
+        a, b = self._resolved((a, b))
         if a != b:
             a, b = (b, a) if _is_new(b) else (a, b)
             if not _is_new(a):
@@ -381,17 +345,23 @@ class _Walk:
             self.same[a] = b
         return True
 
-    def key(self, value: Value) -> Hashable:
+    def _key(self, value: Value) -> Hashable:
         """Equal for values that are computed alike from positions and constants."""
         if value not in self._keys:
             made = value.made_by
             if made is None or not value.is_known:
                 key: Hashable = id(value)
             else:
-                ins = (v if (v := number(x)) is not None else self.key(x) for x in made.ins)
+                ins = (v if (v := number(x)) is not None else self._key(x) for x in made.ins)
                 key = made.name, str(made.params), tuple(ins)
             self._keys[value] = key
         return self._keys[value]
+
+
+def _kind(given: Sequence[State | None]) -> str:
+    """Whether a result depends on the scores: other attention may share the values."""
+    kinds = [state.kind for state in given if state is not None]
+    return _OF_SCORES if _OF_SCORES in kinds else _BESIDE
 
 
 def _is_new(name: Any) -> bool:

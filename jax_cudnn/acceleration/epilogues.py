@@ -16,20 +16,10 @@ import numpy as np
 
 from ..ops import conv, conv_transpose, matmul
 from ..ops.attention.score_mod.value import unwatched
-from .following import Side, side
+from .following import Side, computed, constant, folded, side
 from .program import Missed, Program
 from .region import Region
-from .values import (
-    CASTS,
-    ELEMENTWISE,
-    Equation,
-    Value,
-    computed,
-    constant,
-    elementwise,
-    free_dims,
-    number,
-)
+from .values import CASTS, ELEMENTWISE, Equation, Value, elementwise, free_dims, number
 
 _LONGEST = 40  # operations of an activation, and of what follows it
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -172,7 +162,7 @@ class _Epilogue:
         self.program, self.last, self.equations = program, last, equations
         self.features, self.taken = features, taken
         self.affine: list[tuple[str, Side | float]] = []
-        self.residual: Value | None = None
+        self.residual: list[Value] = []
         self.activation: str | None = None
         while self.last.users and not program.is_read(self.last):
             users = {*self.last.users}
@@ -186,7 +176,7 @@ class _Epilogue:
                     continue
             if self.activation is not None or not self._activates():
                 break
-        while (cast := self.last.made_by) and cast.casts and _widens(cast):
+        while (cast := self.last.made_by) and cast.casts and cast.growth > 0:
             self.equations.discard(cast)  # whoever reads the result casts for less than this costs
             self.last = cast.ins[0]
 
@@ -199,45 +189,39 @@ class _Epilogue:
         return str(self.last.dtype) in _FLOATS
 
     @property
-    def sides(self) -> list[Side]:
-        return [term for _, term in self.affine if isinstance(term, Side)]
-
-    @property
     def operands(self) -> list[Value]:
-        residual = [] if self.residual is None else [self.residual]
-        return [*(one.value for one in self.sides), *residual]
+        terms = (term.value for _, term in self.affine if isinstance(term, Side))
+        return [*terms, *self.residual]
 
     def __str__(self) -> str:
         words = [{"mul": "scale", "add": "bias"}[kind] for kind, _ in self.affine]
-        words += ["residual"] * (self.residual is not None)
+        words += ["residual"] * bool(self.residual)
         words += [self.activation] if self.activation else []
         return "".join(f" + {word}" for word in dict.fromkeys(words))
 
     def given(self, arrays: Sequence[Any], sizes: Any, shape: Any) -> dict[str, Any]:
         """The arguments of an operation whose features have these sizes, and its result a shape."""
-        scale, bias, terms = None, None, iter(arrays)
-        for kind, term in self.affine:
-            value: Any = term
-            if isinstance(term, Side):
-                x = jnp.broadcast_to(term.along(next(terms), self.features), sizes)
-                x = x.reshape(-1).astype("float32")
-                value = 1 / x if term.factor == -1 else -x if term.negated else x
-            if kind == "add":
-                bias = value if bias is None else bias + value
-            else:
-                scale = value if scale is None else scale * value
-                bias = None if bias is None else bias * value
-        residual = None if self.residual is None else arrays[-1].reshape(shape)
+        terms = iter(arrays)
+
+        def value(term: Side | float) -> Any:
+            if not isinstance(term, Side):
+                return term
+            x = jnp.broadcast_to(term.along(next(terms), self.features), sizes)
+            x = x.reshape(-1).astype("float32")
+            return 1 / x if term.factor == -1 else -x if term.negated else x
+
+        scale, bias = folded((kind, value(term)) for kind, term in self.affine)
+        residual = arrays[-1].reshape(shape) if self.residual else None
         given = {"scale": scale, "bias": bias, "residual": residual, "activation": self.activation}
         return {**given, "preferred_element_type": str(self.last.dtype)}
 
     def _takes(self, user: Equation) -> bool:
         """Takes a cast, a factor, a bias or a residual into the epilogue."""
-        value, name = self.last, user.name
+        value, name = self.last, user.operation
         if user.casts and user.outs[0].is_float:
             return True
         others = [v for v in user.ins if v is not value]
-        linear = name in ("mul", "div", "add", "sub", "add_any") and len(others) == 1
+        linear = name in ("mul", "div", "add", "sub") and len(others) == 1
         if self.activation is not None or not linear:
             return False
         (other,), scales = others, name in ("mul", "div")
@@ -248,17 +232,17 @@ class _Epilogue:
         )
         if term.axes <= {*self.features}:
             known = number(other)
-            if (name == "div" and known == 0) or (scales and self.residual is not None):
+            if (name == "div" and known == 0) or (scales and self.residual):
                 return False
             if known is not None:
                 term = 1 / known if name == "div" else -known if name == "sub" else known
             self.affine.append(("mul" if scales else "add", term))
             return True
         full = {i for i, n in enumerate(value.shape) if n != 1}
-        adds = name in ("add", "add_any") and self.residual is None and other.shape == value.shape
+        adds = name == "add" and not self.residual and other.shape == value.shape
         if not adds or term.axes != full or not other.is_float:
             return False
-        self.residual = other
+        self.residual = [other]
         return True
 
     def _activates(self) -> bool:
@@ -285,10 +269,6 @@ class _Epilogue:
                 (self.last,) = end.outs
                 return True
         return False
-
-
-def _widens(cast: Equation) -> bool:
-    return cast.outs[0].dtype.itemsize > cast.ins[0].dtype.itemsize
 
 
 # -- activations, by their values ------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops import layer_norm, rms_norm
-from .following import Dims, Follower, Side, State, Unclear, narrowed
+from .following import Dims, Follower, Side, State, Unclear, folded, rooted, wide
 from .program import Missed, Program
-from .region import Region
+from .region import USED, Region
 from .values import LAYOUT, Equation, Value, between, number
 
 X, SQUARE, SUM, MEAN, SUM2, MEAN2 = "x", "x^2", "sum", "mean", "sum^2", "mean^2"
@@ -35,10 +35,6 @@ _OF_ONE = {
 """(operation, what its operand is) -> what its result is."""
 _SCALED = {CENTERED: NORM, X: X_SCALED, MEAN: MEAN_SCALED}
 """What a value is, divided by the deviation."""
-_USED = (
-    "its {} is used elsewhere, too; if that is a backward pass, put accelerate around the function "
-    "that is differentiated: jax.grad(jc.accelerate(loss))"
-)
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,13 @@ class _Norm(Follower):
     def __init__(self, root: Value) -> None:
         self.root = root
         self.axes: set[int] | None = None
-        dims = tuple(i if n != 1 else None for i, n in enumerate(root.shape))
-        super().__init__(root, _Meaning(X, dims))
+        dims = wide(range(len(root.shape)), root.shape)
+        super().__init__({root: _Meaning(X, dims)}, {*root.users})
         self.norms = [v for v, state in self.states.items() if state.kind == NORM]
 
     def reduced(self, name: str, state: _Meaning, over: set[Any], dims: Dims) -> _Meaning | None:
-        if name != "reduce_sum" or state.kind not in _SUMMED or self.axes not in (None, over):
+        summed = name == "reduce_sum" and state.kind in _SUMMED and over
+        if not summed or self.axes not in (None, over):
             return None
         self.axes = over
         return _Meaning(_SUMMED[state.kind], dims)
@@ -80,7 +77,8 @@ class _Norm(Follower):
         if kind is not None:
             return replace(first, kind=kind, dims=dims)
         if len(states) == len(others) == 1:
-            return self._with_another(name, first, others[0], given[0] is not None, dims)
+            factor = equation.factor_of(next(v for v in equation.ins if v is not others[0]))
+            return self._with_another(name, first, others[0], factor, dims)
         if len(states) != 2:
             return None
         second = states[1]
@@ -103,13 +101,12 @@ class _Norm(Follower):
         return replace(second, kind=kind, dims=dims)
 
     def _with_another(
-        self, name: str, state: _Meaning, other: Value, on_left: bool, dims: Dims
+        self, name: str, state: _Meaning, other: Value, factor: float | None, dims: Dims
     ) -> _Meaning | None:
         kind, known = state.kind, number(other)
         if kind in _MEANS and known is not None and self.axes is not None:
             count = math.prod(self.root.shape[a] for a in self.axes)
-            by = known if name == "div" and on_left else 1 / known if name == "mul" and known else 0
-            same = math.isclose(by, count, rel_tol=1e-5)
+            same = factor is not None and math.isclose(factor * count, 1, rel_tol=1e-5)
             return _Meaning(_MEANS[kind], dims) if same else None
         if kind == VARIANCE and name == "max" and known == 0:
             return replace(state, dims=dims)
@@ -127,11 +124,8 @@ class _Norm(Follower):
 
     def _term(self, other: Value, dims: Dims) -> Side | None:
         """A factor or a bias with one value for each of the normalized elements."""
-        small, at = narrowed(other, (*range(len(dims)),))
-        while (made := small.made_by) is not None and made.casts:
-            if made.ins[0].dtype.itemsize > small.dtype.itemsize:
-                break  # else it is as its author holds it: cuDNN's engines take one dtype
-            small, at = narrowed(made.ins[0], at)
+        # As its author holds it: cuDNN's engines take one dtype.
+        small, at = rooted(other, (*range(len(dims)),), lambda cast: cast.growth >= 0)
         # Dimensions of the value along which the norm does not vary yet are those of the root.
         named = tuple(None if i is None else dims[i] if dims[i] is not None else i for i in at)
         if self.axes is None or not {*named} - {None} <= self.axes:
@@ -184,7 +178,7 @@ def _region(program: Program, norm: _Norm, taken: set[Equation]) -> Region:
             f"its result is {last.dtype}, and its operand {root.dtype}: cast the result (and the "
             f"scale) to {root.dtype}, or the operand before"
         )
-    if state.dims != tuple(i if n != 1 else None for i, n in enumerate(root.shape)):
+    if state.dims != wide(range(rank), root.shape):
         raise Unclear("its dimensions are in another order")
     start = min(axes)
     if [i for i in range(start, rank) if root.shape[i] != 1] != sorted(axes):
@@ -194,22 +188,18 @@ def _region(program: Program, norm: _Norm, taken: set[Equation]) -> Region:
     equations = between(last, known.__contains__)
     if equations & taken:
         raise Unclear("a part of it belongs to another region")
-    for value in {v for e in equations for v in e.outs} - {last}:
-        if program.used_outside(equations, value):
-            raise Unclear(_USED.format(norm.states[value].kind))
+    for value in (v for e in sorted(equations, key=lambda e: e.at) for v in e.outs):
+        if value is not last and program.used_outside(equations, value):
+            raise Unclear(USED.format(f"{norm.states[value].kind} is"))
     if not state.centered and any(how == "add" for how, _ in state.affine):
         raise Unclear("an RMS normalization with a bias, which cuDNN does not run")
     axis, shape = (*range(start, rank),), root.shape[start:]
 
     def emit(x: Any, *terms: Any) -> Any:
-        scale = bias = None
-        for (how, side), term in zip(state.affine, terms, strict=True):
-            y = jnp.broadcast_to(side.along(term, axis), shape)
-            if how == "add":
-                bias = y if bias is None else bias + y
-            else:
-                scale = y if scale is None else scale * y
-                bias = None if bias is None else bias * y
+        pairs = zip(state.affine, terms, strict=True)
+        scale, bias = folded(
+            (how, jnp.broadcast_to(side.along(y, axis), shape)) for (how, side), y in pairs
+        )
         if state.centered:
             return layer_norm(x, scale, bias, axis=axis, epsilon=state.epsilon)
         return rms_norm(x, scale, axis=axis, epsilon=state.epsilon)

@@ -310,14 +310,12 @@ def _rewritten(equation: Equation, values: list[Any]) -> list[Any]:
         run = jax.shard_map(lambda *x: tuple(program.run(*x)), axis_names=manual, **given)
         return [*run(*values)]
     if equation.name in ("checkpoint", "remat", "remat2"):
-        if params["differentiated"]:  # what is computed again in a backward, behind barriers
-            made = program.traced()
-            inputs = [*made.jaxpr.constvars, *made.jaxpr.invars]
-            params["jaxpr"] = made.jaxpr.replace(constvars=[], invars=inputs)
-            with compat.in_place_of(equation.eqn, equation.eqn):
-                return equation.eqn.primitive.bind(*made.consts, *values, **params)
-        given = {"policy": _policy(params["policy"]), "prevent_cse": params["prevent_cse"]}
-        return [*jax.checkpoint(lambda *x: tuple(program.run(*x)), **given)(*values)]
+        made = program.traced()
+        inputs = [*made.jaxpr.constvars, *made.jaxpr.invars]
+        params["jaxpr"] = made.jaxpr.replace(constvars=[], invars=inputs)
+        params["policy"] = _policy(params["policy"])
+        with compat.in_place_of(equation.eqn, equation.eqn):
+            return equation.eqn.primitive.bind(*made.consts, *values, **params)
     for (key, index), program in equation.inner.items():
         if program.holds_regions:
             was = params[key] if index is None else params[key][index]
@@ -339,7 +337,7 @@ def _policy(policy: Any) -> Any:
 
     def of(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive is cudnn_p:
-            methods = [call.node.method for call in params["spec"].calls if call.node.anchor]
+            methods = [call.node.method for call in params["spec"].anchors]
             primitive, params = _work_of(methods[0] if methods else "")
         return policy(primitive, *avals, **params)
 

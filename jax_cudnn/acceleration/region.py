@@ -23,8 +23,8 @@ from .._core.graph.spec import GraphSpec
 from .._core.planning import losses, placement
 from .._core.planning.deviceless.profiles import Profile
 from .._core.planning.planned_graph import XLA
-from .._core.plans.collect import in_jaxpr
 from .._core.plans.plans import default_devices
+from .._core.primitive import in_jaxpr
 from .._core.settings import settings
 from .values import ELEMENTWISE, LAYOUT, Call, Equation, Value, run_together
 
@@ -33,6 +33,10 @@ Site = Profile | CudaDevice
 _CHEAP = {*ELEMENTWISE, *LAYOUT, "iota", "slice"}
 NO_BACKWARD = (
     "cuDNN has no backward of attention in float32; cast queries, keys and values to bfloat16"
+)
+USED = (
+    "its {} used elsewhere, too; if that is a backward pass, put accelerate around the function "
+    "that is differentiated: jax.grad(jc.accelerate(loss))"
 )
 FAILED = "jax_cudnn.accelerate could not %s; the function runs as it is there. Please report this"
 
@@ -310,7 +314,7 @@ def _refused(spec: GraphSpec, where: Site, name: str) -> str:
     except JaxCudnnError as error:
         return error.summary
     for segment in segments:
-        if segment.plan is None and any(call.node.anchor for call in segment.spec.calls):
+        if segment.plan is None and segment.spec.anchors:
             return segment.reason or "XLA is faster"
     return ""
 

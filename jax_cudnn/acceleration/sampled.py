@@ -4,16 +4,16 @@ whose dimensions have names compute them for any sizes."""
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .following import HIDING, Dims, Unclear
+from .following import REDUCTIONS, Dims, Unclear, any_cast, rooted
+from .softmax import HIDING
 from .values import LAYOUT, Equation, Value, elementwise, laid_out, number, renamed
 
-REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
 _SIZES = (3, 2, 5, 4)  # of small arrays, by axis in turn
 _STEP = 1e-5  # of differences
 _AGREES = 1e-5  # relative
@@ -32,13 +32,18 @@ class Leaf:
 
     key: Hashable
     dims: Dims
+    root: Value = field(compare=False)
+
+    @property
+    def axes(self) -> set[Any]:
+        return {*self.dims} - {None}
 
 
 @dataclass(frozen=True)
 class Part:
     """Equations in order, of which ``forward`` compute ``last``, and the others ``targets`` of its
-    ``cotangent``: its gradients by these leaves. With the axes of what they compute, the arrays
-    that enter, by equation and operand, and the dtypes of those. A softmax does not depend on its
+    ``cotangent``: its gradients by these leaves. With the axes of what they compute, and the arrays
+    that enter, by equation and operand. A softmax does not depend on its
     ``shifts``, and ``signs`` are those of sums of exponentials: they are known."""
 
     equations: list[Equation]
@@ -48,7 +53,6 @@ class Part:
     targets: Mapping[Value, Leaf]
     dims: Mapping[Value, Dims]
     leaves: Mapping[tuple[Equation, int], Leaf]
-    dtypes: Mapping[Leaf, Any]
     shifts: Collection[Value]
     signs: Collection[Value]
 
@@ -82,7 +86,7 @@ def _form(part: Part) -> Hashable:
         return tuple(names.setdefault(d, len(names)) for d in dims)
 
     def entering(leaf: Leaf) -> Hashable:
-        return leaves.setdefault(leaf, len(leaves)), of(leaf.dims), str(part.dtypes[leaf])
+        return leaves.setdefault(leaf, len(leaves)), of(leaf.dims), str(leaf.root.dtype)
 
     found: list[Hashable] = []
     for equation in part.equations:
@@ -100,7 +104,8 @@ def _form(part: Part) -> Hashable:
 
 def _check(part: Part) -> None:
     sizes: dict[Any, int] = {}
-    for name in dict.fromkeys(d for leaf in part.dtypes for d in leaf.dims):
+    leaves = dict.fromkeys(part.leaves.values())
+    for name in dict.fromkeys(d for leaf in leaves for d in leaf.dims):
         sizes[name] = 1 if name is None else _SIZES[len(sizes) % len(_SIZES)]
     for equation in part.equations:
         _refuse_jumps(part, equation)
@@ -108,8 +113,8 @@ def _check(part: Part) -> None:
     for draw in range(_ATTEMPTS):
         random = np.random.default_rng(draw)
         arrays = {
-            leaf: _drawn(random, tuple(sizes[d] for d in leaf.dims), dtype)
-            for leaf, dtype in part.dtypes.items()
+            leaf: _drawn(random, tuple(sizes[d] for d in leaf.dims), leaf.root.dtype)
+            for leaf in leaves
         }
         env = _run(part, part.equations, arrays)
         if all(np.isfinite(env[v]).all() for v in (part.last, *part.targets)):
@@ -133,20 +138,13 @@ def _refuse_jumps(part: Part, equation: Equation) -> None:
     if equation.name == "select_n" and (condition not in part.dims or condition in part.signs):
         return
     if equation.name == "eq" and len(walked) == len(equation.ins):
-        made = [_before(v) for v in walked]
+        made = [rooted(v, through=any_cast)[0].made_by for v in walked]
         if any(e is not None and e.name == "reduce_max" for e in made):
             return
     low = [number(v) for v in equation.ins if v not in part.dims]
     if equation.name == "max" and low and all(n is not None and n <= HIDING for n in low):
         return
     raise Unclear(f"{equation.name} of values that it computes")
-
-
-def _before(value: Value) -> Equation | None:
-    """What made a value, before it was moved and cast."""
-    while (made := value.made_by) is not None and (made.name in LAYOUT or made.casts):
-        value = made.ins[0]
-    return made
 
 
 def _compare(

@@ -14,19 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .following import HIDING, Dims, Side, Unclear, narrowed, rooted, side
-from .values import (
-    ELEMENTWISE,
-    LAYOUT,
-    Value,
-    array,
-    between,
-    computed,
-    constant,
-    number,
-    renamed,
-    rows,
-)
+from .following import Dims, Side, Unclear, any_cast, computed, constant, narrowed, rooted, side
+from .softmax import HIDING
+from .values import ELEMENTWISE, LAYOUT, Value, array, between, number, renamed, rows
 
 
 @dataclass
@@ -97,10 +87,8 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
         known = number(others[0]) if len(others) == 1 else None
         if made.name == "neg":
             factor = -factor
-        elif made.name == "mul" and known is not None:
-            factor *= known
-        elif made.name == "div" and known and made.ins[0] is below:
-            factor /= known
+        elif (scale := made.factor_of(below)) is not None:
+            factor *= scale
         elif made.name == "sub" and made.ins[1] is below:
             found.biases.append(side(made.ins[0], dims, factor))
             factor = -factor
@@ -130,10 +118,9 @@ def read(z: Value, product: Value, dims_of: Mapping[Value, Dims]) -> Scores:
 
 def _terms(one: Side) -> Iterator[Side]:
     """The arrays whose sum is added to the scores."""
-    value, dims = one.value, one.dims
-    while (made := value.made_by) is not None and made.casts and not value.is_known:
-        value, dims = narrowed(made.ins[0], dims)
-    if made is not None and made.name == "add" and not value.is_known:
+    value, dims = rooted(one.value, one.dims, any_cast)
+    made = None if value.is_known else value.made_by
+    if made is not None and made.name == "add":
         for v in made.ins:
             yield from _terms(side(v, dims, one.factor))
     else:
@@ -143,7 +130,7 @@ def _terms(one: Side) -> Iterator[Side]:
 def _hiding_bias(one: Side) -> tuple[Side, bool] | None:
     """The mask that a bias of zeros and large negative numbers is, and whether these are -inf; None
     for other biases."""
-    value, dims = rooted(one.value, one.dims, exact=False)
+    value, dims = rooted(one.value, one.dims, any_cast)
     made = value.made_by
     if made is not None and made.name == "select_n" and len(made.ins) == 3:
         numbers = [number(v) for v in made.ins[1:]]
@@ -281,7 +268,7 @@ def conjuncts(mask: Side) -> Iterator[Side]:
         elif name == "not" or (name in ("convert_element_type", "copy") and ins[0].dtype == bool):
             parts = [(ins[0], dims, negated ^ (name == "not"))]
         elif name in ("gt", "ne") and number(ins[1]) == 0:
-            was, at = rooted(ins[0], dims, exact=False)
+            was, at = rooted(ins[0], dims, any_cast)
             parts = [(was, at, negated)] if was.dtype == bool else []
     for v, at, turned in parts:
         yield from conjuncts(side(v, at, negated=turned))
@@ -317,14 +304,24 @@ def band(mask: Side, roles: Roles) -> Seen | None:
     return _fitted(first, last, roles)
 
 
+def _comparisons(mask: Side) -> Iterator[tuple[str, Side, Side]]:
+    """The comparison that a mask is, from both sides."""
+    made = mask.value.made_by
+    if made is not None and made.name in _TURNED and mask.value.dtype == bool:
+        name = _NEGATED[made.name] if mask.negated else made.name
+        left, right = (side(v, mask.dims) for v in made.ins)
+        yield name, left, right
+        yield _TURNED[name], right, left
+
+
 def _compared(mask: Side, roles: Roles) -> Seen | None:
     """The band of ``f(query) >= g(key)``, where ``g`` increases, and the like; None for others."""
-    made = mask.value.made_by
-    if made is None or made.name not in _TURNED or mask.value.dtype != bool:
+    compared = next(_comparisons(mask), None)
+    if compared is None:
         return None
-    name, operands, less = made.name, [side(v, mask.dims) for v in made.ins], 0.0
-    terms: list[Side] = []
-    difference, by = operands[0].value.made_by, number(made.ins[1])
+    name, *operands = compared
+    less, terms = 0.0, list[Side]()
+    difference, by = operands[0].value.made_by, number(operands[1].value)
     if by is not None and difference is not None and difference.name == "sub":
         operands = terms = [side(v, operands[0].dims) for v in difference.ins]
         less = by  # f - g >= c is f - c >= g
@@ -344,7 +341,6 @@ def _compared(mask: Side, roles: Roles) -> Seen | None:
     query = query - int(less)
     if np.any(np.diff(key) <= 0):
         return None
-    name = _NEGATED[name] if mask.negated else name
     first, last = np.zeros(len(query), np.int64), np.full(len(query), len(key) - 1)
     if name in ("ge", "gt"):
         last = np.searchsorted(key, query, "right" if name == "ge" else "left") - 1
@@ -373,12 +369,7 @@ def _fitted(first: np.ndarray, last: np.ndarray, roles: Roles) -> Seen | None:
 def lengths(mask: Side, roles: Roles) -> Side | None:
     """The number of keys of each batch element, where a mask is ``position < length``; ``factor``
     is what to add to it."""
-    made = mask.value.made_by
-    if made is None or made.name not in _TURNED or mask.value.dtype != bool:
-        return None
-    operands = [side(v, mask.dims) for v in made.ins]
-    for name, (position, length) in ((made.name, operands), (_TURNED[made.name], operands[::-1])):
-        name = _NEGATED[name] if mask.negated else name
+    for name, position, length in _comparisons(mask):
         fits = position.axes == {roles.key} and length.axes <= {*roles.batch}
         if not fits or not position.value.is_known or length.value.is_known:
             continue

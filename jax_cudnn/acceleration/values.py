@@ -185,6 +185,19 @@ class Equation:
         return "reciprocal" if name == "div" and number(ins[0]) == 1 else name
 
     @property
+    def growth(self) -> int:
+        """By how many bytes an element of its result is wider than one of its operand."""
+        return self.outs[0].dtype.itemsize - self.ins[0].dtype.itemsize
+
+    def factor_of(self, value: Value) -> float | None:
+        """The known number by which it multiplies an operand; None where it does something else."""
+        others = [v for v in self.ins if v is not value]
+        known = number(others[0]) if len(others) == 1 and len(self.ins) == 2 else None
+        if self.name == "mul" or known is None:
+            return known if self.name == "mul" else None
+        return 1 / known if self.name == "div" and self.ins[0] is value and known else None
+
+    @property
     def is_differentiated(self) -> bool:
         """Whether JAX's automatic differentiation made it, or a call around it."""
         return any(compat.is_differentiated(x.eqn) for x in (self, *self.calls))
@@ -273,25 +286,6 @@ def read(env: dict[Value, Any], value: Value) -> Any:
     return env[value] if value.known is None or value in env else value.known
 
 
-def computed(equations: Sequence[Equation], env: dict[Value, Any], other: Any) -> dict[Value, Any]:
-    """Elementwise equations in float32, for values in ``env`` and those that ``other`` gives."""
-    for equation in equations:
-        name, out = equation.name, equation.outs[0]
-        if name in (*LAYOUT, *VARYING) or (equation.casts and out.is_float):
-            env[out] = env[equation.ins[0]]
-            if equation.casts and env[out].dtype == bool:
-                env[out] = env[out].astype("float32")
-        else:
-            given = jnp.broadcast_arrays(*(env[v] if v in env else other(v) for v in equation.ins))
-            env[out] = equation.eqn.primitive.bind(*given, **equation.params)
-    return env
-
-
-def constant(value: Value) -> Any:
-    """A known number as an array; floats are float32."""
-    return jnp.asarray(number(value), "float32" if value.is_float else value.dtype)
-
-
 # -- known values, computed block by block ---------------------------------------------------------
 
 Block = tuple[tuple[int, int], ...]
@@ -359,13 +353,14 @@ def _computed(value: Value, block: Block, done: _Done) -> np.ndarray:
             return np.broadcast_to(along.reshape([-1] + [1] * (len(shape) - axis - 1)), shape)
         case "slice" if not params["strides"] or {*params["strides"]} == {1}:
             starts = params["start_indices"]
-            moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
-            return _block(ins[0], moved, done)
         case "dynamic_slice":
             most = (n - size for n, size in zip(ins[0].shape, value.shape, strict=True))
             starts = [min(max(int(array(v)), 0), m) for v, m in zip(ins[1:], most, strict=True)]
-            moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
-            return _block(ins[0], moved, done)
+        case _:
+            starts = None
+    if starts is not None:
+        moved = tuple((a + s, b + s) for (a, b), s in zip(block, starts, strict=True))
+        return _block(ins[0], moved, done)
     if any(math.prod(v.shape) > _MOST for v in (value, *ins)):
         raise MemoryError
     whole = _with_jax(equation, [np.broadcast_to(array(v), v.shape) for v in ins])

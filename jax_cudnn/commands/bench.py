@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._core import compat, context
+from .._core import context
 from .._core.auto import plan_graph
 from .._core.errors import JaxCudnnError
 from .._core.graph.spec import GraphSpec
 from .._core.planning.cost import Cost, cost
 from .._core.plans.plan import Plan
+from .._core.primitive import calls_in
 from .._core.user_context import XLA
 from . import timing
 from .functions import add_command, called
@@ -128,6 +129,7 @@ def _operands(function: Callable[..., Any], avals: Sequence[Any]) -> list[jax.Ar
     keys = jax.random.split(jax.random.key(0), max(len(avals), 1))
     matrices = [len(a.shape) > 1 and jnp.issubdtype(a.dtype, jnp.floating) for a in avals]
     sizes = jax.jit(lambda *xs: [_rms(x) for x in jax.tree.leaves(function(*xs)) if x.size])
+    operands: list[jax.Array] = []
     scale = 1.0
     for _ in range(5):
         scales = [scale if wide else 1.0 for wide in matrices]
@@ -204,18 +206,12 @@ they run is unknown."""
 
 def graphs(function: Callable[..., Any], *operands: Any) -> Graphs:
     """The graphs of a function."""
-    return list(of_jaxpr(jax.make_jaxpr(function)(*operands).jaxpr))
+    return of_jaxpr(jax.make_jaxpr(function)(*operands).jaxpr)
 
 
-def of_jaxpr(jaxpr: Any, times: int = 1) -> Iterator[tuple[GraphSpec, str, int]]:
-    """The graphs of a jaxpr that runs so often."""
-    for equation in jaxpr.eqns:
-        if isinstance(spec := equation.params.get("spec"), GraphSpec):
-            yield spec, equation.params.get("name", ""), times
-            continue
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in compat.inner_jaxprs(equation):
-            yield from of_jaxpr(inner, times * turns)
+def of_jaxpr(jaxpr: Any) -> Graphs:
+    """The graphs of a jaxpr."""
+    return [(call.params["spec"], call.params["name"], n) for call, n in calls_in(jaxpr)]
 
 
 def placed(graphs: Graphs) -> list[Plan]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core.errors import JaxCudnnError
-from .._core.planning import stored as stored  # for the checks of verify and import
+from .._core.planning.stored import check_entry
 from .._core.settings import settings
 from .._core.store import archive
 from .._core.store.cache import PlanCache
@@ -112,7 +112,7 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 
 def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    count, unusable = cache.verify(options.delete)
+    count, unusable = cache.verify(check_entry, options.delete)
     facts = {"checked": count, "unusable": {e.digest: e.problem for e in unusable}}
     lines = [f"{cache.path(entry.digest)}: {entry.problem}" for entry in unusable]
     if unusable and options.delete:
@@ -142,7 +142,7 @@ def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    done = archive.import_(cache, options.file)
+    done = archive.import_(cache, options.file, check_entry)
     lines = [f"rejected: {_printable(name)}: {why}" for name, why in done.refused.items()]
     lines.append(
         f"{_count(done.taken)} imported, {done.present} already present, "

@@ -82,8 +82,8 @@ def blamed(report: Mapping[str, Any]) -> Finding | None:
     if "error" not in report:
         return None
     error = report["error"]
-    told = ", ".join(f"{part} {error[part]}" for part in ("expected", "got") if error.get(part))
-    why = "\n".join(filter(None, (told, error.get("why"))))
+    details = ", ".join(f"{part} {error[part]}" for part in ("expected", "got") if error.get(part))
+    why = "\n".join(filter(None, (details, error.get("why"))))
     return Finding(PROBLEM, error["summary"], why, error.get("fix") or "")
 
 

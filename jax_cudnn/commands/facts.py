@@ -236,9 +236,9 @@ def driver() -> dict[str, Any]:
         cuda.cuGetErrorString(status, ctypes.byref(text))
     with open("/proc/self/maps") as maps:
         path = next((line.split()[-1] for line in maps if "libcuda.so" in line), "libcuda.so.1")
-    told = (text.value or b"").decode(errors="replace")
+    message = (text.value or b"").decode(errors="replace")
     gpus = [] if status else [_gpu(cuda, ordinal) for ordinal in range(count.value)]
-    return {"path": path, "version": version.value, "status": status, "text": told, "gpus": gpus}
+    return {"path": path, "version": version.value, "status": status, "text": message, "gpus": gpus}
 
 
 def _gpu(cuda: ctypes.CDLL, ordinal: int) -> dict[str, Any]:

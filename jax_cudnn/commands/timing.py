@@ -231,16 +231,15 @@ def interleaved(
     least: int = _LEAST_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
     warm: int = 3,
-    mixed: bool = False,
+    order: Callable[[int, int], Sequence[int]] = lambda count, number: range(count),
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Any, list[float]]:
     """Seconds per call of each function, one value per round; the functions take turns.
 
     After ``warm`` calls of each function, each round dispatches ``calls`` executions of each
     function and waits for the last. No round starts once ``seconds`` have passed, but at least
-    ``least`` rounds run. With ``mixed``, the order differs from round to round: a function that
-    runs after a long load finds the device hot and its clock low, and this should not always be the
-    same function.
+    ``least`` rounds run. ``order`` gives the positions of the functions in each round, from how
+    many there are and the number of the round.
     """
     names = list(functions)
     for function in functions.values():
@@ -251,7 +250,7 @@ def interleaved(
     for number in range(rounds):
         if number >= least and clock() - began > seconds:
             break
-        for position in balanced(len(names), number) if mixed else range(len(names)):
+        for position in order(len(names), number):
             name = names[position]
             progress(f"timing {name}, round {number + 1} of {rounds} at most")
             start, result = clock(), None
@@ -260,19 +259,6 @@ def interleaved(
             jax.block_until_ready(result)
             times[name].append((clock() - start) / calls)
     return times
-
-
-def balanced(count: int, number: int) -> list[int]:
-    """The order of ``count`` functions in round ``number``.
-
-    In ``count`` rounds each function follows each other function once. An odd count takes one round
-    more, in which some follow twice (E. J. Williams, "Experimental designs balanced for the
-    estimation of residual effects of treatments", 1949).
-    """
-    size = count + count % 2
-    apart = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(size)]  # 0, 1, -1, 2, -2, ...
-    every = [(number + step) % size for step in apart]
-    return [position for position in every if position < count]
 
 
 def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

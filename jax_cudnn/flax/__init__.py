@@ -1,5 +1,7 @@
 """Flax NNX layers that run on cuDNN: ``jax_cudnn.flax.Linear`` replaces ``flax.nnx.Linear``."""
 
+from types import ModuleType as _ModuleType
+
 from . import requirement as requirement
 
 # isort: split
@@ -21,25 +23,11 @@ from .normalization import LayerNorm as LayerNorm
 from .normalization import RMSNorm as RMSNorm
 from .paged_cache import PagedCache as PagedCache
 
-__all__ = [
-    "BatchNorm",
-    "Conv",
-    "ConvNormAct",
-    "ConvTranspose",
-    "Einsum",
-    "GatedMLP",
-    "GroupNorm",
-    "InstanceNorm",
-    "LayerNorm",
-    "Linear",
-    "LinearGeneral",
-    "MultiHeadAttention",
-    "PagedCache",
-    "RMSNorm",
-    "Report",
-    "accelerate",
-    "report",
-]
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in globals().items()
+    if not (name.startswith("_") or isinstance(value, _ModuleType))
+)
 __dir__ = __all__.copy  # dir() shows these alone
 
 

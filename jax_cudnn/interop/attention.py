@@ -30,7 +30,7 @@ PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "
 """The frontend's names of page tables, and the ports' names."""
 IN_MEMORY = (*LENGTHS, *PAGES.values())
 """Ports that cuDNN reads in GPU memory even if they have one element."""
-ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
+REQUESTED = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
 """Optional results of attention; the frontend requests them by passing a tensor."""
 # Keywords that select how cuDNN runs attention, or that repeat what the operands say.
 _WITHOUT_MEANING = (
@@ -69,7 +69,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
                 fix="to pass your own mask, use dropout_mask= and dropout_probability=",
             )
         given |= zip(("dropout_probability", "seed", "offset"), dropout, strict=True)
-    for name in ASKED_FOR:
+    for name in REQUESTED:
         if name in given and not isinstance(given[name], bool):
             raise refusal(
                 f"{method}: {name} is a result",
@@ -83,7 +83,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 def always_returned(port: str) -> bool:
     """Whether the frontend's method returns None for this result if it is missing."""
-    return port not in (*ASKED_FOR.values(), "MASK")
+    return port not in (*REQUESTED.values(), "MASK")
 
 
 def _say_band(given: dict[str, Any], prefix: str) -> None:
@@ -121,16 +121,16 @@ def _say_band(given: dict[str, Any], prefix: str) -> None:
 def _check_padding(method: str, given: dict[str, Any]) -> None:
     """Raises GraphError if use_padding_mask contradicts the presence of sequence lengths."""
     lengths = [name for name in LENGTHS if name in given]
-    asked = given.pop("use_padding_mask", None)
-    if asked is None or bool(asked) == bool(lengths):
+    use_padding = given.pop("use_padding_mask", None)
+    if use_padding is None or bool(use_padding) == bool(lengths):
         return
     raise refusal(
-        f"{method}: use_padding_mask={asked!r}",
-        expected="seq_len_q and seq_len_kv with it" if asked else "no sequence lengths",
+        f"{method}: use_padding_mask={use_padding!r}",
+        expected="seq_len_q and seq_len_kv with it" if use_padding else "no sequence lengths",
         got=", ".join(lengths) or "neither",
         why="the mask hides tokens past the sequence lengths",
         fix="pass seq_len_q=... and seq_len_kv=..., or leave out use_padding_mask"
-        if asked
+        if use_padding
         else "leave out use_padding_mask to apply the mask, or the lengths to apply none",
     )
 
@@ -274,16 +274,16 @@ def _packed_calls(
 def _moves(tensors: dict[str, Tensor], name: str, dtype: str, back: bool) -> list[Call]:
     """Converts a tensor (B, H, S, D) to ``name::packed``, (B S, H, D), or back."""
     b, h, s, d = tensors[name].shape
-    apart = Tensor(f"{name}::apart", (b, s, h, d), dtype)
+    tokens = Tensor(f"{name}::tokens", (b, s, h, d), dtype)
     flat = Tensor(f"{name}::packed", (b * s, h, d), dtype)
-    tensors |= {apart.name: apart, flat.name: flat}
+    tensors |= {tokens.name: tokens, flat.name: flat}
     turn = vocabulary().transpose(_TOKENS_FIRST)
     if back:
-        pairs = [(vocabulary().reshape(apart.shape), flat.name, apart.name)]
-        pairs.append((turn, apart.name, name))
+        pairs = [(vocabulary().reshape(tokens.shape), flat.name, tokens.name)]
+        pairs.append((turn, tokens.name, name))
     else:
-        pairs = [(turn, name, apart.name)]
-        pairs.append((vocabulary().reshape(flat.shape), apart.name, flat.name))
+        pairs = [(turn, name, tokens.name)]
+        pairs.append((vocabulary().reshape(flat.shape), tokens.name, flat.name))
     return [_one(node, operand, result) for node, operand, result in pairs]
 
 
@@ -295,11 +295,10 @@ def _one(node: Node, operand: str, result: str) -> Call:
 
 def check_given(spec: GraphSpec) -> None:
     """Raises GraphError if the graph computes integers that must be clipped before it runs."""
-    for call, tensors in spec.at_ports:
+    for call in spec.calls:
         if isinstance(call.node, StoredSdpa):
-            integers = call.node.boundary(tensors).integers
             for port, name in call.inputs:
-                if port in integers and name not in spec.inputs:
+                if port in call.node.indices.positions and name not in spec.inputs:
                     raise refusal(
                         f"{call.name}: the graph computes {port}",
                         why="it must be clipped to the arrays' bounds before the graph runs",

@@ -19,7 +19,7 @@ from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import defined_at
 from .arrays import SHAPE_OF_WORDS, Template, is_array, is_unset, listed, refusal
-from .attention import ASKED_FOR
+from .attention import REQUESTED
 from .tensors import NamedTensor, refuse_reordered
 from .wrapper import Graph
 
@@ -277,7 +277,7 @@ class _Copy:
         for port, tensor in dict(node.outputs).items():
             if len(made) == 1:  # it may have another name there
                 (port,) = made
-            result = made[ASKED_FOR.get(port, port)]
+            result = made[REQUESTED.get(port, port)]
             self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 
@@ -303,7 +303,7 @@ class _Copy:
                 for port, x in operands.items()
             }
         given = {**operands, **params}
-        given |= {port: True for port in node.outputs if port in ASKED_FOR}
+        given |= {port: True for port in node.outputs if port in REQUESTED}
         for count in [key for key in given if key.startswith("_n_")]:
             port = count.removeprefix("_n_")
             given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
@@ -316,7 +316,7 @@ class _Copy:
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
         compute = node.compute_data_type
-        if not is_unset(compute) and cls.product and not method.startswith("sdpa"):
+        if not is_unset(compute) and cls.anchor.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
         return given
 

@@ -19,11 +19,11 @@ from .._core.errors import JaxCudnnError
 from .._core.graph.arguments import signature
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import integers
-from .._core.graph.dtypes import INTEGERS, WORDS, beside_integers, is_floating, wide_dtype
+from .._core.graph.dtypes import INTEGERS, WORDS, is_floating
 from .._core.graph.layout import layout, packed_strides
 from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
-from .._core.graph.promotion import computed, result_dtype
+from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
@@ -50,8 +50,8 @@ class Recorder(GraphBuilder):
         self._io_data_type = io_data_type
         self._nodes: dict[str, int] = {}  # their calls by position
         self._returned: set[str] = set()
-        self._computes: dict[str, str] = {}  # calls and their stated compute types
-        self._integers: set[str] = set()  # constants that were written as integers
+        # What was written at the ports of each call, tensors by name, and the stated compute type.
+        self._written: list[tuple[dict[str, Any], str | None]] = []
         self.family = object()  # shared by a graph and its copies
 
     @property
@@ -216,8 +216,6 @@ class Recorder(GraphBuilder):
             self._apply_to_pages(node, given, tables)
         else:
             super()._apply(method, *bound.args, **bound.kwargs)
-            if compute is not None:
-                self._computes[self._calls[-1].name] = compute
         self._nodes[node] = len(self._calls) - 1
         return self._results(node, self._calls[-1])
 
@@ -231,9 +229,7 @@ class Recorder(GraphBuilder):
             if tables.get(port) is not None:
                 operands[port] = self._operand(tables[port], node, name, len(given))
         try:
-            made = paged_node(attributes, operands)
-            beside = [x._state for x in operands.values() if isinstance(x, GraphTensor)]
-            self._append(made, {port: self._lift(x, port, beside) for port, x in operands.items()})
+            self._call(paged_node(attributes, operands), operands, "float32")
         except JaxCudnnError as error:
             error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
             raise
@@ -275,11 +271,11 @@ class Recorder(GraphBuilder):
             tensor.by_value = False
             self._put(replace(state, shape=SHAPE_OF_WORDS, dtype=WORDS, order=None))
 
-    def _lift(self, value: Any, port: str, beside: Sequence[Any]) -> Tensor:
-        lifted = super()._lift(value, port, beside)
-        if isinstance(value, int):
-            self._integers.add(lifted.name)
-        return lifted
+    def _call(self, node: Node, ports: dict[str, Any], compute: str | None) -> Any:
+        made = super()._call(node, ports, compute)
+        by_name = {p: x.name if isinstance(x, GraphTensor) else x for p, x in ports.items()}
+        self._written.append((by_name, compute))
+        return made
 
     def _results(self, node: str, call: Call) -> Any:
         """The return value of the frontend's method: a tensor, or a list with None for results that
@@ -310,13 +306,13 @@ class Recorder(GraphBuilder):
         _, tensors, calls, _ = before
         self._returned, self._tensors, self._calls = {*returned}, {}, []
         self._counts = Counter()
-        made_by = {call.outputs[0][1]: call for call in calls}
-        results = {name for call in calls for _, name in call.outputs}
+        made_by = {call.outputs[0][1]: i for i, call in enumerate(calls)}
         try:
             for name, state in tensors.items():
                 if name in made_by:
-                    self._repeat(made_by[name], tensors)
-                elif name not in results:  # inputs and constants
+                    i = made_by[name]
+                    self._repeat(calls[i], *self._written[i], tensors)
+                elif name in self._inputs:
                     self._add(state)
             yield
         except BaseException:
@@ -325,24 +321,21 @@ class Recorder(GraphBuilder):
                 self._put(state)
             raise
 
-    def _repeat(self, call: Call, before: Mapping[str, Tensor]) -> None:
+    def _repeat(
+        self,
+        call: Call,
+        written: Mapping[str, Any],
+        compute: str | None,
+        before: Mapping[str, Tensor],
+    ) -> None:
         """Adds a call again; its results keep the dtypes and orders that the user stated."""
-        inputs = {port: self._tensors[name] for port, name in call.inputs}
-        arrays = [tensor for tensor in inputs.values() if tensor.value is None]
-        integral = beside_integers(tensor.dtype for tensor in arrays)
-        for port, tensor in inputs.items():
-            if tensor.value is not None:
-                is_integer = integral and tensor.name in self._integers
-                dtype = "int32" if is_integer else wide_dtype(*arrays).name
-                inputs[port] = replace(tensor, dtype=dtype)
-                self._put(inputs[port])
+        ports = {p: self.handles[x] if isinstance(x, str) else x for p, x in written.items()}
         try:
-            said = self._options.compute_data_type if call.node.product else None
-            compute = self._computes.get(call.name, said)
-            self._append(computed(call.node, compute, inputs), inputs)
+            super()._call(call.node, ports, compute)
         except JaxCudnnError as error:
             error.summary = f"{call.name}, after a change of tensors: {error.summary}"
             raise
+        inputs = {port: self._tensors[name] for port, name in self._calls[-1].inputs}
         for port, name in call.outputs:
             state = self._tensors[name]
             dtype = state.dtype

@@ -34,34 +34,11 @@ from .normalization.row_functions import layer_norm as layer_norm
 from .normalization.row_functions import rms_norm as rms_norm
 from .scaling import DelayedScaling as DelayedScaling
 
-__all__ = [
-    "DelayedScaling",
-    "ada_layer_norm",
-    "attention_fn",
-    "batch_norm",
-    "bucket",
-    "conv",
-    "conv_batch_norm",
-    "conv_general_dilated",
-    "conv_transpose",
-    "dequantize_mxfp8",
-    "dot_general",
-    "dot_product_attention",
-    "dot_product_attention_fp8",
-    "dot_product_attention_qkv",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "linear_cross_entropy",
-    "matmul",
-    "packed_dot_product_attention",
-    "pad_to_bucket",
-    "paged_dot_product_attention",
-    "quantize_mxfp8",
-    "rms_norm",
-    "score_mods",
-    "write_pages",
-]
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in globals().items()
+    if name == "score_mods" or not (name.startswith("_") or isinstance(value, _ModuleType))
+)
 __dir__ = __all__.copy  # dir() shows these alone
 
 _FUNCTIONS = {

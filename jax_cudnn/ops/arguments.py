@@ -54,6 +54,18 @@ def int32(name: str, x: Any) -> jax.Array:
     return x.astype(jnp.int32)
 
 
+def integer(name: str, x: Any, least: int, why: str | None = None) -> int:
+    """An argument as a Python integer; GraphError for other values, and those below ``least``."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < least:
+        raise GraphError(
+            f"{name} is not valid",
+            expected=f"a Python integer of at least {least}",
+            got=shown(x),
+            why=why,
+        )
+    return int(x)
+
+
 def flags(**given: Any) -> list[bool]:
     """Arguments as Python bools; GraphTypeError for other values, and those unknown at tracing."""
     for name, value in given.items():

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, shown
-from .arguments import array
+from .._core.errors import GraphError
+from .arguments import array, integer
 
 
 def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
@@ -39,13 +39,7 @@ def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
         ("least", least, 1),
         ("per_doubling", per_doubling, 1),
     ):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < lowest:
-            raise GraphError(
-                f"{name} is not valid",
-                expected=f"a Python integer of at least {lowest}",
-                got=shown(value),
-                why="shapes are static",
-            )
+        integer(name, value, lowest, why="shapes are static")
     if least % per_doubling:
         raise GraphError(
             "least is not a multiple of per_doubling",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,28 +56,12 @@ def conv_general_dilated(
         (2, 32, 4, 4)
     """
     lhs, rhs = array("lhs", lhs), array("rhs", rhs)
-    laxs = functools.partial(
-        lax.conv_general_dilated,
-        lhs,
-        rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision,
+    aval, plain = _in_lax(
+        lax.conv_general_dilated, out_sharding, lhs, rhs, window_strides, padding, lhs_dilation,
+        rhs_dilation, dimension_numbers, feature_group_count, batch_group_count, precision,
         preferred_element_type,
-    )
-
-    def plain(reason: str) -> jax.Array:
-        log.debug("conv_general_dilated: XLA runs it: %s", reason)
-        return laxs()
-
-    aval = jax.eval_shape(laxs)  # lax checks the arguments, with its own errors
+    )  # fmt: skip
     if out_sharding is not None:
-        laxs = functools.partial(laxs, out_sharding=out_sharding)
         return plain("an out_sharding")
     rank = lhs.ndim - 2
     if batch_group_count != 1:
@@ -153,17 +137,11 @@ def dot_general(
         (4, 7, 32)
     """
     lhs, rhs = array("lhs", lhs), array("rhs", rhs)
-    laxs = functools.partial(
-        lax.dot_general, lhs, rhs, dimension_numbers, precision, preferred_element_type
-    )
-
-    def plain(reason: str) -> jax.Array:
-        log.debug("dot_general: XLA runs it: %s", reason)
-        return laxs()
-
-    aval = jax.eval_shape(laxs)  # lax checks the arguments, with its own errors
+    aval, plain = _in_lax(
+        lax.dot_general, out_sharding, lhs, rhs, dimension_numbers, precision,
+        preferred_element_type,
+    )  # fmt: skip
     if out_sharding is not None:
-        laxs = functools.partial(laxs, out_sharding=out_sharding)
         return plain("an out_sharding")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if not lhs_contract:
@@ -186,6 +164,20 @@ def dot_general(
         depth=len(lhs_contract),
         orders=(a_order, b_order),
     )
+
+
+def _in_lax(
+    function: Callable[..., Any], out_sharding: Any, *arguments: Any
+) -> tuple[Any, Callable[[str], jax.Array]]:
+    """The aval that lax gives for its arguments, which it checks with its own errors; and the
+    fallback to it, for a reason."""
+
+    def plain(reason: str) -> jax.Array:
+        log.debug("%s: XLA runs it: %s", function.__name__, reason)
+        further = {} if out_sharding is None else {"out_sharding": out_sharding}
+        return function(*arguments, **further)
+
+    return jax.eval_shape(functools.partial(function, *arguments)), plain
 
 
 def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen
-from .._core.graph.planned import Example
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
+from .._core.graph.planned import About, Example
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
@@ -35,13 +35,10 @@ class Movement(Node):
     algebra = Algebra(moves=True)
     xla_only = XLA_ONLY
     dtypes = (*NUMBERS, E8M0, "bool")
-    requires = (
-        "runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on Hopper; "
-        "older versions do not have the operation"
+    about = About(
+        requires="runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on "
+        "Hopper; older versions do not have the operation",
     )
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
 
 RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")
@@ -63,8 +60,8 @@ class Reshape(Movement):
     """
 
     method = "reshape"
-    dims = "input: *x -> OUT_0: *y"
-    jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
+    ports = Dims.parse("input: *x -> OUT_0: *y")
+    about = Movement.about._replace(jax_names=("reshape", "ravel", "expand_dims", "squeeze"))
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
         Example(
@@ -91,7 +88,7 @@ class Reshape(Movement):
         return cls(mode, None if out_dims is None else integers("out_dims", out_dims))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         shape = source.shape if self.out_dims is None else self.out_dims
         if math.prod(shape) != math.prod(source.shape):
@@ -129,8 +126,8 @@ class Transpose(Movement):
     """
 
     method = "transpose"
-    dims = "input: *x -> OUT_0: *y"
-    jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
+    ports = Dims.parse("input: *x -> OUT_0: *y")
+    about = Movement.about._replace(jax_names=("transpose", "swapaxes", "moveaxis", "permute_dims"))
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
         Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
@@ -143,7 +140,7 @@ class Transpose(Movement):
         return cls(integers("permutation", permutation))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         if sorted(self.permutation) != list(range(len(source.shape))):
             raise GraphError(
@@ -183,10 +180,12 @@ class BroadcastTo(Movement):
     """
 
     method = "broadcast_to"
-    dims = "input: *x -> OUT_0: *y"
-    jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
+    ports = Dims.parse("input: *x -> OUT_0: *y")
+    about = About(
+        requires="runs in XLA: cuDNN graphs have no such operation",
+        jax_names=("broadcast_to", "broadcast_in_dim", "tile", "repeat"),
+    )
     algebra = Algebra(moves=True, recomputed=True)
-    requires = "runs in XLA: cuDNN graphs have no such operation"
     examples = (
         Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
         Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),
@@ -199,7 +198,7 @@ class BroadcastTo(Movement):
         return cls(integers("out_dims", out_dims))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         fits = len(source.shape) == len(self.out_dims)
         if not fits or any(

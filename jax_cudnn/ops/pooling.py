@@ -12,10 +12,10 @@ import numpy as np
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Fold, Node, frozen
-from .._core.graph.planned import Example
+from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
+from .._core.graph.planned import About, Example
 from .._core.graph.promotion import result_dtype
 from .transformations import along
 
@@ -49,11 +49,13 @@ class Resample(Node):
     """
 
     method = "resample"
-    dims = "input: n c *x -> Y: n c *y"
-    jax_names = ("reduce_window", "max_pool", "avg_pool")
+    ports = Dims.parse("input: n c *x -> Y: n c *y")
+    about = About(
+        requires="runs in XLA: nvidia-cudnn-frontend offers it in C++ only",
+        jax_names=("reduce_window", "max_pool", "avg_pool"),
+    )
     dtypes = FLOATS
     xla_only = XLA_ONLY
-    requires = "runs in XLA: nvidia-cudnn-frontend offers it in C++ only"
     examples = (
         Example(
             {"input": (8, 64, 28, 28)},
@@ -109,7 +111,7 @@ class Resample(Node):
         return along(self, "n c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         n, c, *x = inputs["input"].shape
         y = []
         for axis, (size, (window, stride, before, after)) in enumerate(
@@ -126,8 +128,8 @@ class Resample(Node):
             y.append((padded - window) // stride + 1)
         return {"Y": ((n, c, *y), result_dtype(inputs))}
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return math.prod(shapes["Y"]) * math.prod(self.window)
+    def work(self, tensors: Tensors) -> Work:
+        return Work(math.prod((*tensors["Y"].shape, *self.window)), self.method)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         spatial = self._spatial(input.ndim - 2)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, integers
+from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, frozen
-from .._core.graph.planned import Example
+from .._core.graph.node import Fold, Node, Work, frozen, matched
+from .._core.graph.planned import About, Example
 from .transformations import anywhere, grown
 
 if TYPE_CHECKING:
@@ -92,18 +92,18 @@ class Reduction(Node):
     """
 
     method = "reduction"
-    dims = "input: ... -> Y: ..."
-    jax_names = ("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod")
+    ports = Dims.parse("input: ... -> Y: ...")
+    about = About(
+        requires="it is the last node of a graph; alone in a graph it reduces the last dimension "
+        "(C of NCHW), all but the last, or everything; cuDNN has engines for the modes ADD, MIN, "
+        "MAX and AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with "
+        "ADD; for AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in "
+        "jnp)",
+        jax_names=("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod"),
+        rounding="cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN, in XLA on a "
+        "GPU not",
+    )
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
-    requires = (
-        "it is the last node of a graph; alone in a graph it reduces the last dimension (C of "
-        "NCHW), all but the last, or everything; cuDNN has engines for the modes ADD, MIN, MAX and "
-        "AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
-        "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
-    )
-    rounding = (
-        "cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN, in XLA on a GPU not"
-    )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
@@ -139,7 +139,7 @@ class Reduction(Node):
         return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         out = (1,) * len(shape) if self.out_dims is None else self.out_dims
         if len(out) != len(shape) or any(o not in (1, s) for o, s in zip(out, shape, strict=True)):
@@ -150,20 +150,19 @@ class Reduction(Node):
             )
         return {"Y": (tuple(out), "float32")}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
+        return Work(math.prod(tensors["input"].shape), f"reduction of {self._which(tensors)}")
+
+    def _which(self, tensors: Tensors) -> str:
         input, output = tensors["input"], tensors["Y"]
         order = input.order or range(len(input.shape))
         # Whether each dimension is reduced, from the slowest in memory to the fastest.
         reduced = [output.shape[i] == 1 for i in order if input.shape[i] > 1]
         if all(reduced):
-            return "reduction of everything"
+            return "everything"
         if reduced == sorted(reduced):
-            return "reduction of rows"
-        columns = reduced == sorted(reduced, reverse=True)
-        return "reduction of columns" if columns else "reduction of some dimensions"
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return math.prod(shapes["input"])
+            return "rows"
+        return "columns" if reduced == sorted(reduced, reverse=True) else "some dimensions"
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return self._reduced(MODES[self.mode], input)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._core.compat import varying_axes
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphTypeError
 from .._core.graph.dtypes import FP8
+from .arguments import integer
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FORWARD, BACKWARD = ("q", "k", "v", "o"), ("dO", "dP", "dQ", "dK", "dV")
@@ -109,18 +109,12 @@ class DelayedScaling:
             GraphError: the length is below 1.
             GraphTypeError: grad_dtype is not fp8.
         """
-        length = amax_history_length
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
-            raise GraphError(
-                "amax_history_length is not valid",
-                expected="an integer of at least 1",
-                got=shown(length),
-            )
+        length = integer("amax_history_length", amax_history_length, 1)
         name = fp8_name("grad_dtype", grad_dtype)
         count = len((*FORWARD, *BACKWARD))
         return cls(
             jnp.ones(count, jnp.float32),
-            jnp.zeros((amax_history_length, count), jnp.float32),
+            jnp.zeros((length, count), jnp.float32),
             float(margin),
             name,
         )
@@ -154,8 +148,8 @@ class DelayedScaling:
 
 def _of_all_devices(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Under :func:`jax.shard_map`, the maximum over the devices that share this state."""
-    apart = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
-    return jax.lax.pmax(amax, tuple(apart)) if apart else amax
+    axes = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
+    return jax.lax.pmax(amax, tuple(axes)) if axes else amax
 
 
 jax.tree_util.register_dataclass(

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import float32_range
+from .arguments import integer
 
 __all__ = ["documents", "prefix", "softcap"]
 __dir__ = __all__.copy  # dir() shows these alone
@@ -72,11 +72,7 @@ def prefix(length: int) -> Callable[..., Any]:
         >>> jc.ops.dot_product_attention(q, q, q, score_mod=seen).shape
         (2, 128, 8, 64)
     """
-    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
-        raise GraphError(
-            "length is not valid", expected="an integer of at least 0", got=shown(length)
-        )
-    return _prefixed(int(length))
+    return _prefixed(integer("length", length, 0))
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen
-from .._core.graph.planned import Example
+from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen, matched
+from .._core.graph.planned import About, Example
 from .transformations import anywhere
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class Slice(Node):
     """
 
     method = "slice"
-    dims = "input: *x -> OUT_0: *y"
-    jax_names = ("slice", "dynamic_slice", "slice_in_dim")
+    ports = Dims.parse("input: *x -> OUT_0: *y")
+    about = About(
+        requires="cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a "
+        "matmul; otherwise slice arrays before the call, or results after it",
+        jax_names=("slice", "dynamic_slice", "slice_in_dim"),
+    )
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
-    requires = (
-        "cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a matmul; "
-        "otherwise slice arrays before the call, or results after it"
-    )
     examples = (
         Example(
             {"input": (4, 16, 8)},
@@ -80,7 +80,7 @@ class Slice(Node):
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         source = inputs["input"]
         if len(self.slices) != len(source.shape) or any((s[2] or 1) < 1 for s in self.slices):
             raise GraphError(
@@ -94,9 +94,6 @@ class Slice(Node):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input[tuple(slice(*bounds) for bounds in self.slices)],)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         shape, part = tensors["input"].shape, tensors["OUT_0"].shape
@@ -144,15 +141,15 @@ class Concatenate(Node):
     """
 
     method = "concatenate"
-    dims = "*inputs: *x -> OUT_0: *y"
-    jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
+    ports = Dims.parse("*inputs: *x -> OUT_0: *y")
+    about = About(
+        requires="runs in XLA, in the same program: cuDNN accepts it only with a convolution, and "
+        "then does not write the other operands' part of the result (measured: H200, cuDNN 9.19)",
+        jax_names=("concatenate", "concat", "stack", "hstack", "vstack"),
+    )
     algebra = Algebra(moves=True)
     dtypes = (*NUMBERS, "bool")
     xla_only = XLA_ONLY
-    requires = (
-        "runs in XLA, in the same program: cuDNN accepts it only with a convolution, and then does "
-        "not write the other operands' part of the result (measured: H200, cuDNN 9.19)"
-    )
     examples = (
         Example({"inputs": [(2, 3, 5), (2, 4, 5)]}, "bfloat16", {"axis": 1}),
         Example(
@@ -203,9 +200,6 @@ class Concatenate(Node):
 
     def reference(self, **inputs: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.concatenate(list(inputs.values()), self.axis),)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return True
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def product_jvp(
-    node: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    self: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
 ) -> dict[str, GraphTensor]:
-    """The sum of one product per operand with a tangent.
+    """``Node.jvp`` of a product: the sum of one product per operand with a tangent.
 
     A plan holds one product. Later operations are fused into the plan of the first product; the
     results of the remaining ones are written and rounded like arrays.
@@ -29,7 +29,7 @@ def product_jvp(
         operands = {**inputs, port: tangent}
         if len({x._state.dtype for x in operands.values()}) > 1:
             operands = alike(g, operands, {p: x._state for p, x in inputs.items()})
-        terms += g.apply(node, **operands)
+        terms += g.apply(self, **operands)
     terms[1:] = [g.rounded(term, dtype) for term in terms[1:]]
     return {next(iter(outputs)): g.sum(terms)}
 
@@ -72,7 +72,7 @@ def anywhere(
 
 
 def along(node: Node, letters: str, batched: frozenset[str], tensors: Tensors) -> Iterator[Fold]:
-    """Into the dimensions of these letters of ``dims``, in which elements are independent of each
+    """Into the dimensions of these letters of the ports, in which elements are independent of each
     other."""
     for letter in letters.split():
         axes = {

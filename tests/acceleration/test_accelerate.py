@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 from jax_cudnn._core import settings
-from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn._core.primitive import in_jaxpr
 from jax_cudnn.acceleration import region as regions
 from jax_cudnn.acceleration.api import search
 

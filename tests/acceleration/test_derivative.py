@@ -9,7 +9,7 @@ from acceleration.test_program import check, replaced
 from jax import nn
 
 import jax_cudnn as jc
-from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn._core.primitive import in_jaxpr
 from jax_cudnn.acceleration.api import search
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.auto import run, tables
 from benchmarks.auto.bench import WAYS, Bench
 from benchmarks.case import Side
-from benchmarks.measure import TINY
+from benchmarks.measure import TINY, balanced
 from benchmarks.queued import Fillers
 
 
@@ -184,3 +185,11 @@ def test_the_committed_table_is_that_of_the_committed_results():
     for file in documents.autos():
         for name, case in documents.read(file)["cases"].items():
             assert case["programs"], f"{name} was not measured: {case.get('reason')}"
+
+
+def test_in_balanced_rounds_each_function_follows_each_other_once():
+    for count in (2, 3, 4, 5):
+        rounds = [balanced(count, number) for number in range(count + count % 2)]
+        assert all(sorted(order) == [*range(count)] for order in rounds)
+        follow = {pair for order in rounds for pair in itertools.pairwise(order)}
+        assert len(follow) == count * (count - 1)

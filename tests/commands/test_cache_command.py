@@ -15,6 +15,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn import JaxCudnnError
 from jax_cudnn.__main__ import main
+from jax_cudnn._core.planning.stored import check_entry
 from jax_cudnn._core.store import archive as cache_archive
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
@@ -127,7 +128,7 @@ def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     put(other, "key 0", b"")
     other.path(digest("key 1")).unlink()
     other.put("key 1", {"n": "kept"})
-    assert cache_archive.import_(other, archive) == cache_archive.Imported(1, 2, {})
+    assert cache_archive.import_(other, archive, check_entry) == cache_archive.Imported(1, 2, {})
     assert other.get("key 1") == {"n": "kept"}
     for i in (0, 2):
         assert other.get(f"key {i}") == {"n": i, "text": "x" * 1000 * i}
@@ -165,7 +166,7 @@ def test_a_bad_member_is_refused_and_the_others_are_taken(
 def test_nothing_is_decompressed_for_an_archive(other, tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(NAME, b"\0" * 10**7)
-    done = cache_archive.import_(other, tmp_path / "bomb.zip")
+    done = cache_archive.import_(other, tmp_path / "bomb.zip", check_entry)
     assert done.refused == {NAME: "foreign: compressed by something else"}
     assert not other.folder.exists()
 
@@ -181,7 +182,7 @@ def test_archives_damaged_anywhere_raise_our_errors(tmp_path, other, store, monk
     for data in damaged:
         bad.write_bytes(data)
         with contextlib.suppress(JaxCudnnError):
-            done = cache_archive.import_(other, bad)
+            done = cache_archive.import_(other, bad, check_entry)
             assert done.taken + done.present + len(done.refused) + done.lost >= 3, done
             lost.add(done.lost)
         for i in range(3):

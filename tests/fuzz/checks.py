@@ -15,8 +15,8 @@ from transformations import graphs_of
 from jax_cudnn._core import auto
 from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import JaxCudnnError
+from jax_cudnn._core.execution import in_order
 from jax_cudnn._core.graph.spec import GraphSpec
-from jax_cudnn._core.lowering import in_order
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.split import part
 from jax_cudnn._core.plans.plan import Plan

@@ -17,6 +17,7 @@ from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from jax_cudnn._core.graph.dtypes import INTEGERS, is_floating
 from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.spec import Tensor
 
 ELEMENTS, FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
 LARGEST, LEAST_RMS = 1000.0, 2e-3
@@ -112,11 +113,13 @@ class Drawing:
         shapes = {port: value.shape for port, value in values.items()}
         shapes |= dict(zip(node.results, (t.shape for t in tensors), strict=True))
         sizes = [math.prod(shape) for shape in shapes.values()]
-        if max(sizes) > ELEMENTS or node.flops(shapes) > FLOPS or min(sizes) == 0:
+        flops = node.work({p: Tensor(p, shape, "float32") for p, shape in shapes.items()}).flops
+        if max(sizes) > ELEMENTS or flops > FLOPS or min(sizes) == 0:
             raise GraphError("larger or smaller than the operations of a random graph")
-        if node.product and not attends(node) and new:
+        if node.anchor.product and not attends(node) and new:
             *_, last = new.values()
-            self._rescale(last, node, shapes, [v for v in values.values() if v is not last])
+            terms = flops // 2 // math.prod(shapes[node.ports.output_names[0]])
+            self._rescale(last, terms, [v for v in values.values() if v is not last])
         dtype = None if tensors[0].dtype == "bool" else dtype
         state(tensors[0], dtype, layout)
         found = []
@@ -152,10 +155,10 @@ class Drawing:
             new[id(x)] = Value(f"x{number}", tensor, array, x)
         return new[id(x)]
 
-    def _rescale(self, last: Value, node: Node, shapes: Any, others: list[Value]) -> None:
-        """Scales a new operand of a product so that the result has about unit variance."""
+    def _rescale(self, last: Value, terms: int, others: list[Value]) -> None:
+        """Scales a new operand of a product of sums of ``terms`` so that the result has about unit
+        variance."""
         if last.operand and last.dtype in FLOATS and others:
-            terms = node.flops(shapes) // 2 // math.prod(shapes[node.ports.output_names[0]])
             squares = math.prod(float(np.mean(v.array * v.array)) + 1e-12 for v in others)
             scale = float(f"{(max(terms, 1) * squares) ** -0.5:.3g}")
             last.operand = replace(last.operand, scale=scale)

@@ -32,9 +32,9 @@ _TRIES = 6
 
 def kind(node: type[Node]) -> str:
     """To which share a node belongs; one of no share is not drawn: attention of float8's."""
-    if node.order == ROW_MAJOR:
+    if node.anchor.order == ROW_MAJOR:
         return "attention" if node.method in layers.DRAWS else ""
-    if node.product:
+    if node.anchor.product:
         return "product"
     if node.method in layers.DRAWS:
         return "normalization"

@@ -10,7 +10,7 @@ from acceleration.test_program import arrays
 
 import jax_cudnn as jc
 from jax_cudnn._core import auto, settings
-from jax_cudnn._core.plans.collect import in_jaxpr
+from jax_cudnn._core.primitive import in_jaxpr
 
 pytestmark = pytest.mark.gpu
 

@@ -146,14 +146,16 @@ def signature(cls: type[Node]) -> inspect.Signature:
         operands.append(inspect.Parameter(port.name, kind, default=default))
         if port.optional:  # what follows is named: it may have no default
             kind = inspect.Parameter.KEYWORD_ONLY
-    taken = inspect.signature(cls.create).parameters.values()
-    generic = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken)  # then the fields say it
-    create = cls if generic else cls.create
-    attributes = [
-        p.replace(kind=max(p.kind, kind))
-        for p in inspect.signature(create).parameters.values()
-        if p.name not in ("self", "cls", "compute_data_type")
-    ]
+    taken = dict(inspect.signature(cls.create).parameters)
+    last = next(reversed(taken.values()), None)
+    if last is not None and last.kind is inspect.Parameter.VAR_KEYWORD:
+        del taken[last.name]  # the other fields
+        taken |= {n: p for n, p in inspect.signature(cls).parameters.items() if n not in taken}
+    attributes = []
+    for parameter in taken.values():
+        kind = max(parameter.kind, kind)
+        if parameter.name != "compute_data_type":
+            attributes.append(parameter.replace(kind=kind))
     extra = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in (("name", ""), ("compute_data_type", None))

@@ -19,7 +19,7 @@ run in XLA use the original shapes.
 eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
 boolean at the edge of a planned graph is always a bit mask.
 
-**Integers that index other operands** (offsets, lengths, pages; ``Edge.integers``) are clipped to
+**Integers that index other operands** (offsets, lengths, pages; ``Indices``) are clipped to
 their bounds before every call, because a plan would access other memory with wrong ones.
 """
 
@@ -77,12 +77,12 @@ class Boundary:
             call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
             for call, at in spec.at_ports
         )
-        self.indexes = any(edge.integers for edge in self.edges)
+        self.indexes = any(call.node.indices.positions for call in spec.calls)
 
     @cached_property
     def planned(self) -> GraphSpec:
         spec = self._spec
-        products = any(call.node.order == MATRICES for call in spec.calls)
+        products = any(call.node.anchor.order == MATRICES for call in spec.calls)
         planned = _planned(merged(spec) if products else spec)
         return planned if planned is spec else intern(planned)
 
@@ -114,7 +114,8 @@ class Boundary:
         spec = self._spec
         values = dict(zip(spec.inputs, operands, strict=True))
         for call, edge in zip(spec.calls, self.edges, strict=True):
-            names = {port: name for port, name in call.inputs if port in edge.integers}
+            positions = call.node.indices.positions
+            names = {port: name for port, name in call.inputs if port in positions}
             given = {port: values[name] for port, name in names.items() if name in values}
             if not given or len(given) < len(names):
                 continue
@@ -157,7 +158,7 @@ def _planned(spec: GraphSpec) -> GraphSpec:
     if shapes := _stretched(spec):
         tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
         sent = replace(sent, tensors=tuple(tensors))
-    anchors = [call.node.anchor for call in spec.calls if call.node.anchor]
+    anchors = [call.node.anchor for call in spec.calls]
     if any(anchor.bit_masks for anchor in anchors):
         sent = _with_bits(sent)
     if any(anchor.writes_all for anchor in anchors):
@@ -237,7 +238,7 @@ def _with_all_results(spec: GraphSpec) -> GraphSpec:
     calls, dropped, further = [], set(), {}
     for call in spec.calls:
         unread = [port for port, name in call.outputs if name not in read]
-        if call.node.anchor and call.node.anchor.writes_all and unread:
+        if call.node.anchor.writes_all and unread:
             node = call.node.without(unread)
             outputs = tuple((port, name) for port, name in call.outputs if port in node.results)
             dropped |= {name for port, name in call.outputs if port not in node.results}
@@ -296,6 +297,6 @@ def _whole(spec: GraphSpec, tensor: Tensor) -> Tensor:
     elementwise = all(call.node.ports.is_elementwise for call in uses)
     if tensor.name in spec.outputs or len(shapes) != 1 or not elementwise:
         return tensor
-    if any(call.node.anchor for call in spec.calls):
+    if spec.anchors:
         return tensor
     return replace(tensor, shape=shapes.pop(), order=None)

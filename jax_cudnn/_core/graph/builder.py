@@ -93,7 +93,7 @@ class GraphBuilder:
         given, around = options or self._options, around or self._around
         options = given.resolved(around, spec.has_float32_product)
         if options.deterministic:
-            calls = [replace(call, node=call.node.as_deterministic()) for call in calls]
+            calls = [replace(call, node=call.node.deterministic() or call.node) for call in calls]
         return intern(replace(spec, calls=tuple(calls), options=options))
 
     # -- what the generated methods do ---------------------------------------------------------
@@ -111,22 +111,26 @@ class GraphBuilder:
         given = bound.arguments
         try:
             compute = given.pop("compute_data_type", None)
-            if compute is None and cls.product:
-                compute = self._options.compute_data_type
             given.pop("name", None)
             given = cls.prepared(dict(given))
             ports = dict(ports_of(cls, given))
             node = cls.create(**given)
             hash(node)  # an attribute that is not static raises
-            if all(isinstance(value, numbers.Number) for value in ports.values()):
-                raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
-            beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
-            inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
-            return self._append(computed(node, compute, inputs), inputs)
+            return self._call(node, ports, compute)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
             error.where = error.where or user_line()
             raise
+
+    def _call(self, node: Node, ports: dict[str, Any], compute: str | None) -> Any:
+        """Adds an operation for what was written at its ports, with the compute type if stated."""
+        if compute is None and node.anchor.product:
+            compute = self._options.compute_data_type
+        if all(isinstance(value, numbers.Number) for value in ports.values()):
+            raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
+        beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
+        inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
+        return self._append(computed(node, compute, inputs), inputs)
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
         outputs = inferred(node, inputs)
@@ -304,7 +308,7 @@ def register(cls: N) -> N:
 
 
 def check_contract(cls: type[Node]) -> None:
-    """TypeError if a node class violates the contract; sets ``cls.ports``."""
+    """TypeError if a node class violates the contract."""
 
     def check(condition: object, problem: str) -> None:
         if not condition:
@@ -312,6 +316,7 @@ def check_contract(cls: type[Node]) -> None:
 
     check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
     check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
+    check(isinstance(getattr(cls, "ports", None), Dims), "ports must be Dims.parse(...)")
     check(is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
     check(cls.reference is not Node.reference, "reference is missing")
     own = (cls.__dict__.get("__doc__") or "").strip()
@@ -319,7 +324,6 @@ def check_contract(cls: type[Node]) -> None:
     stripped = sys.flags.optimize > 1  # python -OO removes docstrings
     check(stripped or (own and not own.startswith(generated)), "docstring is missing")
     check(cls.examples, "at least one example is needed")
-    cls.ports = Dims.parse(cls.dims)
     for example in cls.examples:
         required = {port.name for port in cls.ports.inputs if not port.optional}
         fits = required <= {*example.inputs} <= {*cls.ports.input_names}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, Node, frozen
+from .node import XLA_ONLY, About, Draws, Indices, Node, Work, frozen
 from .promotion import inferred
 from .reference import applied
 
@@ -51,34 +51,47 @@ class ByReference(Node):
         return f"{self.kind}_{self.base.method}"
 
     @property
-    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        what = f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+        return About(requires=what)
 
     @property
-    def selecting(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.selecting
+    def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Indices(selecting=self.base.indices.selecting)
+
+    def deterministic(self) -> Node | None:
+        return self if self.base.deterministic() == self.base else None
 
     @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.deterministic
-
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        ports, base = self.base.redrawn(made)
-        if not ports:
-            return ports, self
-        derived: Any = self  # which has the ports of its base as ``inner``
-        inner = tuple(port for port in derived.inner if port not in ports)
-        return ports, replace(derived, base=base, inner=inner)
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.draws
 
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords()
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 0
+    def work(self, tensors: Tensors) -> Work:
+        return Work(0, self.method)
+
+
+class Derivative(ByReference):
+    """A derivative of ``base``, which has its input ports ``inner``: linear in the ports that
+    ``given`` names, with the results that ``made`` names, each by the port or result of ``base``.
+    """
+
+    inner: Any
+    given: Any
+    made: Any
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return derived_ports((*self.inner, *self.given.values()), self.made.values())
+
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return {*ports} <= {*self.given.values()}
 
 
 @frozen
-class Tangent(ByReference):
+class Tangent(Derivative):
     """Tangents of the results ``outs`` of ``base``, from those of its ports ``active``."""
 
     active: tuple[str, ...]
@@ -87,10 +100,6 @@ class Tangent(ByReference):
     """The input ports of ``base``."""
 
     kind = "jvp"
-
-    @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
 
     @property
     def given(self) -> dict[str, str]:
@@ -102,20 +111,18 @@ class Tangent(ByReference):
         """Result of ``base`` -> the result that is its tangent."""
         return moving(self.outs, (*self.inner, *self.outs, *self.given.values()))
 
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        """Those of ``base``, as the least."""
-        made = {port: shapes[name] for port, name in self.made.items()}
-        return self.base.flops({**shapes, **made})
+    def work(self, tensors: Tensors) -> Work:
+        """That of ``base``, as the least."""
+        made = {port: tensors[name] for port, name in self.made.items()}
+        return Work(self.base.work({**tensors, **made}).flops, self.method)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         results = inferred(self.base, {port: inputs[port] for port in self.inner})
         return {name: results[port] for port, name in self.made.items()}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        fixed = {port: arrays[port] for port in self.inner if port not in self.active}
+        inner = {port: arrays[port] for port in self.inner if port in arrays}
+        fixed = {port: x for port, x in inner.items() if port not in self.active}
         function = _function(self.base, fixed, self.active, self.outs)
         kind = wide_dtype(*arrays.values())
         at = [arrays[port].astype(kind) for port in self.active]
@@ -124,7 +131,7 @@ class Tangent(ByReference):
 
 
 @frozen
-class Transposed(ByReference):
+class Transposed(Derivative):
     """Cotangents of the ports in which ``base`` is linear, from those of its results ``outs``."""
 
     linear: tuple[tuple[str, Shape, str], ...]
@@ -134,10 +141,6 @@ class Transposed(ByReference):
     """The other input ports of ``base``."""
 
     kind = "transpose"
-
-    @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
 
     @property
     def given(self) -> dict[str, str]:
@@ -150,15 +153,12 @@ class Transposed(ByReference):
         taken = (*self.inner, *self.outs, *self.given.values())
         return moving((port for port, *_ in self.linear), taken)
 
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
-
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {self.made[port]: (shape, dtype) for port, shape, dtype in self.linear}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         names = tuple(port for port, *_ in self.linear)
-        fixed = {port: arrays[port] for port in self.inner}
+        fixed = {port: arrays[port] for port in self.inner if port in arrays}
         function = _function(self.base, fixed, names, self.outs)
         names = self.given.values()
         # Inside shard_map a linear port varies over the same mesh axes as its cotangents.
@@ -204,7 +204,7 @@ class Batched(ByReference):
         def function(mapped: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
             return applied(self.base, fixed | mapped)
 
-        return jax.vmap(function)({port: arrays[port] for port in self.mapped})
+        return jax.vmap(function)({port: arrays[port] for port in self.mapped if port in arrays})
 
 
 def jvp(

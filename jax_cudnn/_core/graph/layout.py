@@ -37,10 +37,10 @@ class Layout:
 
     def __init__(self, spec: GraphSpec) -> None:
         nodes = [call.node for call in spec.calls]
-        kinds = {node.order for node in nodes}
+        kinds = {node.anchor.order for node in nodes}
         self._spec = spec
         self.has_matrices = MATRICES in kinds and all(
-            node.order == MATRICES or node.ports.is_elementwise for node in nodes
+            node.anchor.order == MATRICES or node.ports.is_elementwise for node in nodes
         )
         """Whether all nodes treat the last two dimensions of every tensor as a matrix."""
         self._merges = MERGED in kinds
@@ -174,7 +174,9 @@ class Layout:
                 return None
         sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
         begins = {axis for seen in self._seen for axis in seen.begins}
-        if not all(call.node.order == MERGED or call.node.ports.is_elementwise for call in calls):
+        if not all(
+            call.node.anchor.order == MERGED or call.node.ports.is_elementwise for call in calls
+        ):
             begins |= {*order}  # attributes that name dimensions, such as a slice's
         groups: list[list[int]] = []
         for axis in order:

@@ -1,7 +1,7 @@
 """Products of any dimensions as the products of three dimensions that cuDNN takes.
 
 A product may keep its dimensions apart, so that vmap and a mesh see each of them: the letters of
-its ``dims`` are those of the batch (at all ports), the rows, the sum and the columns (each at two
+its ports are those of the batch (at all ports), the rows, the sum and the columns (each at two
 ports), in this order. In memory each of these groups is one dimension, wherever no tensor of the
 graph tells its parts apart; and if the second operand has no batch, slower rows may be the batch.
 XLA repeats operands, and reorders operands and results, that do not merge in any way.
@@ -36,7 +36,7 @@ _Sides = Mapping[str, _Side]
 
 def is_split(node: Node) -> bool:
     """Whether a product keeps its dimensions apart."""
-    return node.order == MATRICES and "..." not in node.ports.outputs[0].axes
+    return node.anchor.order == MATRICES and "..." not in node.ports.outputs[0].axes
 
 
 def merged(spec: GraphSpec) -> GraphSpec:

@@ -1,7 +1,7 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
 A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
-``builder.register`` checks the contract (contract.py), so a wrong node fails at import. This file
+``builder.register`` checks the contract, so a wrong node fails at import. This file
 defines an operation's meaning and its transformations; planned.py defines how it maps to cuDNN.
 Operations import the names of both from here.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -29,6 +30,7 @@ from .planned import NUMBERS_ONLY as NUMBERS_ONLY
 from .planned import ONE_ELEMENT as ONE_ELEMENT
 from .planned import ROW_MAJOR as ROW_MAJOR
 from .planned import XLA_ONLY as XLA_ONLY
+from .planned import About as About
 from .planned import Anchor as Anchor
 from .planned import Edge as Edge
 from .planned import Engines as Engines
@@ -36,6 +38,7 @@ from .planned import Example, Planned
 from .planned import OtherForm as OtherForm
 from .planned import Seen as Seen
 from .planned import View as View
+from .planned import Work as Work
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -69,12 +72,15 @@ class Fold(NamedTuple):
         node: the node for the larger dimension, where its attributes differ.
         broadcast: the ports that may have size 1 in that axis (or leading) where others have more.
         summed: results over the whole batch: the way applies only if nothing reads them.
+        computed: instead of all this, the results by other nodes, from ``g`` and the values at the
+            input ports; each has a leading dimension.
     """
 
     axes: Mapping[str, int]
     node: Node | None = None
     broadcast: Collection[str] = ()
     summed: Collection[str] = ()
+    computed: Callable[[Derivation, Values], dict[str, GraphTensor]] | None = None
 
 
 BY_REFERENCE = Fold({})
@@ -93,6 +99,10 @@ class Algebra(NamedTuple):
         smooth: an operand that is rounded to 16 bits changes the result about as much as rounding
             the result to 16 bits does.
         recomputed: derivatives recompute the results if that saves memory.
+        affine: the operand of which each result is a factor times it plus a summand, if the other
+            operands are fixed.
+        scaled: the operand of a product that takes a factor of its result, if that varies along
+            the only dimension that both have, by the letters of their ports.
     """
 
     moves: bool = False
@@ -101,25 +111,50 @@ class Algebra(NamedTuple):
     multiplies: bool = False
     smooth: bool = False
     recomputed: bool = False
+    affine: str = ""
+    scaled: str = ""
+
+
+class Indices(NamedTuple):
+    """The input ports whose values say where other operands are read, or how much is computed.
+
+    Attributes:
+        positions: int32 ports with the positions of elements in other operands: offsets, lengths,
+            pages. :class:`.Edge` clips them.
+        offsets: for ports of arrays, that of the offsets into the array: multiples of the number of
+            elements of a row, which is less on a shard of the later dimensions.
+        selecting: with one of these ports, the least work is to write the results.
+    """
+
+    positions: tuple[str, ...] = ()
+    offsets: Mapping[str, str] = MappingProxyType({})
+    selecting: tuple[str, ...] = ()
 
 
 class Draws(NamedTuple):
-    """The random numbers that a node draws, of which a shard of the batch draws its part.
+    """The random numbers that a node draws: others in XLA than in cuDNN, so that forward and
+    derivatives must both run on one of them. A shard of the batch draws its part.
 
     Attributes:
         seed: an input port, (1, 1, 1, 2) in uint32, the low word first.
         offset: an input port like it: the place in the random stream at which the batch begins.
-        step: what each element of the batch adds to the offset.
-        drawn: the input port that may hold what is drawn instead, of this shape; batch first.
-        batch: an input port whose first dimension is the batch.
+        drawn: the input port that may hold what is drawn instead. The reference can draw it again
+            from the seed, in parts.
+        made: the result that holds what is drawn.
+        axes: input port and axis for each dimension of what is drawn; the first is the batch.
+        step: what each element of the first two dimensions adds to the offset.
     """
 
     seed: str
     offset: str
-    step: int
     drawn: str
-    shape: Shape
-    batch: str
+    made: str
+    axes: tuple[tuple[str, int], ...]
+    step: int
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """The shape of what is drawn, from those of the input ports."""
+        return tuple(shapes[port][axis] for port, axis in self.axes)
 
 
 def advanced(words: jax.Array, by: Any) -> jax.Array:
@@ -128,32 +163,33 @@ def advanced(words: jax.Array, by: Any) -> jax.Array:
     return jax.numpy.stack([low, words[..., 1] + (low < words[..., 0])], axis=-1)
 
 
+def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+    """The letters of a node's ports matched against its inputs; checks ranks, sizes and dtypes."""
+    for port, tensor in inputs.items():
+        if tensor.dtype not in node.dtypes:
+            raise GraphTypeError(
+                f"{node.method} does not take {tensor.dtype} for {port!r}",
+                expected=", ".join(node.dtypes),
+                got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
+                fix=f"cast it before the call: {port}.astype(jnp.{node.dtypes[0]})",
+            )
+    return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+
+
 @frozen
 class Node(Planned):
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
 
-    dims: ClassVar[str]
+    ports: ClassVar[Dims]
     """Ports and shapes, see :mod:`.dims`."""
-    jax_names: ClassVar[tuple[str, ...]] = ()
-    """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
     algebra: ClassVar[Algebra] = Algebra()
-    deterministic: ClassVar[bool] = True
-    """Whether every engine gives equal results in each run (stated on the numerics page)."""
-    rounding: ClassVar[str] = ""
-    """Text of the numerics page on this node, in addition to accumulation and output rounding."""
-    paired: ClassVar[bool] = False
-    """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
-    the other writes in its own format: a dropout stream, bit masks, statistics."""
-    selecting: ClassVar[tuple[str, ...]] = ()
-    """Ports whose values decide what is computed and read, such as lengths: with one of them, the
-    least work is to write the results."""
-    offsets: ClassVar[Mapping[str, str]] = {}
-    """For ports of arrays, the port of offsets into the array: multiples of the number of elements
-    of a row, which is less on a shard of the later dimensions."""
+    draws: ClassVar[Draws | None] = None
+    """The random numbers that the node draws, if the port of the seed is there."""
+    indices: ClassVar[Indices] = Indices()
+    """The ports of values that index other operands."""
     examples: ClassVar[tuple[Example, ...]] = ()
-    ports: ClassVar[Dims]
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
     """The dtype in which the node computes and accumulates."""
@@ -200,25 +236,13 @@ class Node(Planned):
         """The arguments of pygraph's method, after deriving some ports from other arguments."""
         return given
 
-    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        """The letters of ``dims`` matched against the inputs; checks ranks, sizes and dtypes."""
-        for port, tensor in inputs.items():
-            if tensor.dtype not in self.dtypes:
-                raise GraphTypeError(
-                    f"{self.method} does not take {tensor.dtype} for {port!r}",
-                    expected=", ".join(self.dtypes),
-                    got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
-                    fix=f"cast it before the call: {port}.astype(jnp.{self.dtypes[0]})",
-                )
-        return self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
-
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         """Shape and dtype of every output port; raises the errors for invalid operands.
 
         The dtype is that of an output of the graph; an intermediate is float32 unless the user
         sets its type.
         """
-        sizes = self.sizes(inputs)
+        sizes = matched(self, inputs)
         dtype = result_dtype(inputs)
         return {name: (self.ports.shape(name, sizes), dtype) for name in self.results}
 
@@ -232,35 +256,17 @@ class Node(Planned):
         form."""
         return self
 
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        """Input ports that the reference can recompute, and the node without them: from a seed it
-        draws the same random numbers again, in parts. ``made`` maps each input port to the port
-        that computes it; "" if none does."""
-        return (), self
-
-    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
-        """The random numbers that the node draws with these input ports."""
-        return None
-
-    def as_deterministic(self) -> Node:
-        """The node for a deterministic graph."""
+    def deterministic(self) -> Node | None:
+        """The node for a deterministic graph: with every engine it gives equal results in each run;
+        None if there is no such node, and only some engines do."""
         return self
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        """The key of measurements of this node (see :mod:`.losses`), from its tensors at all ports
-        with their memory order. Empty for nodes that only accompany others.
-
-        Nodes override this if cuDNN has different kernels for different uses.
-        """
-        return "" if self.algebra.moves else self.method
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return (
-            0
-            if self.algebra.moves
-            else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
-        )
+    def work(self, tensors: Tensors) -> Work:
+        """What it computes, from its tensors at all ports with their memory order."""
+        if self.algebra.moves:
+            return Work()
+        made = (math.prod(tensors[port].shape) for port in self.results if port in tensors)
+        return Work(sum(made), self.method)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.
@@ -278,24 +284,11 @@ class Node(Planned):
         """
         return None
 
-    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
-        """The factor and the summand with which the result follows from the one operand that
-        ``arrays`` lacks; None if it does not."""
-        factors = [*arrays.values()]
-        return (factors[0], None) if self.algebra.multiplies and len(factors) == 1 else None
-
-    def scaled(
-        self, arrays: Mapping[str, jax.Array], factor: jax.Array
-    ) -> dict[str, jax.Array] | None:
-        """The operands with which this product gives its result times a factor of the result's
-        rank, where that costs little; else None."""
-        return None
-
     # -- transformations ------------------------------------------------------------------------
 
     def linear_in(self, ports: Collection[str]) -> bool:
         """Whether the results are jointly linear in these input ports, with the rest fixed."""
-        return False
+        return self.algebra.moves
 
     def jvp(
         self,
@@ -332,13 +325,6 @@ class Node(Planned):
         """Ways to fold a vmap dimension of ``size`` into the node, best first; ``batched`` are the
         input ports with the dimension, ``tensors`` those of one element."""
         return ()
-
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
-        """The results for inputs with a leading dimension of ``size``, from other nodes; None if
-        only :meth:`folds` applies. ``tensors`` are those of one element."""
-        return None
 
 
 REGISTRY: dict[str, type[Node]] = {}

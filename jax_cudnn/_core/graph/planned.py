@@ -35,8 +35,24 @@ MERGED = "merged"
 """Row-major; cuDNN sees adjacent dimensions as one if no tensor of the graph tells them apart."""
 
 
+class About(NamedTuple):
+    """What users are told of an operation, besides its docstring.
+
+    Attributes:
+        requires: the versions, GPUs and shapes that cuDNN requires, for messages and the support
+            table.
+        jax_names: functions of jnp, jax.nn or lax that it replaces, for messages.
+        rounding: what the numerics page says of it, besides accumulation and output rounding.
+    """
+
+    requires: str = ""
+    jax_names: tuple[str, ...] = ()
+    rounding: str = ""
+
+
 class Anchor(NamedTuple):
-    """What cuDNN builds an engine around, one in a graph, and what it computes with it.
+    """What cuDNN builds an engine around, one in a graph, and what it computes with it; false
+    without an ``order``: nothing is built around a node with ``Anchor()``.
 
     Attributes:
         product: whether it multiplies: it accumulates in its compute type, float32 may become TF32,
@@ -65,6 +81,9 @@ class Anchor(NamedTuple):
     slow: tuple[int, ...] = ()
     order: str = ""
 
+    def __bool__(self) -> bool:
+        return bool(self.order)
+
 
 class OtherForm(NamedTuple):
     """An alternative node with the same results if this engine runs it with these knobs; from this
@@ -85,7 +104,7 @@ class Engines(NamedTuple):
         rank: the rank of an engine with knobs, where measurements contradict the heuristics: lower
             ones are tried first, equal ones in the order of the heuristics. Only an anchor's count.
         otherwise: what to try if cuDNN has no plan, or none within the workspace limit.
-        needs: what these tensors require of the GPU or of cuDNN, beyond ``Node.requires``.
+        needs: what these tensors require of the GPU or of cuDNN, beyond ``About.requires``.
     """
 
     wrong: tuple[int, ...] = ()
@@ -93,6 +112,19 @@ class Engines(NamedTuple):
     rank: Callable[[int, Mapping[str, int]], int] = lambda engine, knobs: 0
     otherwise: OtherForm | None = None
     needs: Reason | None = None
+
+
+class Work(NamedTuple):
+    """What a node computes, for measurements and the least time of its graph.
+
+    Attributes:
+        flops: operations, a multiply-add being two.
+        pattern: the key of its measurements (see :mod:`..planning.losses`): of one for each use for
+            which cuDNN has other kernels. Empty for nodes that only accompany others.
+    """
+
+    flops: int = 0
+    pattern: str = ""
 
 
 class View(NamedTuple):
@@ -135,9 +167,8 @@ class Edge(NamedTuple):
             which XLA broadcasts them; and results that it would write wrongly, with the shapes that
             XLA sums.
         initial: results of which a plan may write only a part, with the value of the rest.
-        integers: int32 input ports with the positions of elements in other operands.
-        clipped: the operands at ``integers``, clipped to the bounds of the arrays that they index:
-            a plan would access other memory with wrong ones.
+        clipped: the operands at ``Indices.positions``, clipped to the bounds of the arrays that
+            they index: a plan would access other memory with wrong ones.
         bits: for a node with a port of masks, bytes to XLA and bits to cuDNN: the equivalent nodes
             on booleans, each with its operands (ports or scalars) and the port of its result.
         masks: the ports of these masks.
@@ -146,7 +177,6 @@ class Edge(NamedTuple):
 
     shapes: Mapping[str, Shape] = MappingProxyType({})
     initial: Mapping[str, float] = MappingProxyType({})
-    integers: tuple[str, ...] = ()
     clipped: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] = dict
     bits: Sequence[tuple[Node, tuple[str | float, ...], str]] = ()
     masks: tuple[str, ...] = ()
@@ -159,22 +189,13 @@ class Planned:
 
     method: ClassVar[str]
     """pygraph's method."""
-    requires: ClassVar[str] = ""
-    """Minimum cuDNN, SM and shape rules, as text for users."""
-    anchor: ClassVar[Anchor | None] = None
+    about: ClassVar[About] = About()
+    """What users are told of it."""
+    anchor: ClassVar[Anchor] = Anchor()
     """What cuDNN computes around this node, if it builds an engine around it."""
-    product: ClassVar[bool] = False
-    """Whether the anchor is a product."""
-    order: ClassVar[str] = ""
-    """The anchor's order of tensors in memory."""
     xla_only: ClassVar[str] = ""
     """Whether XLA runs this node, because cuDNN graphs lack it: XLA_ONLY, or EVEN_IF_STRICT under
     implementation="cudnn", too. Its results are arrays in memory and keep their inferred dtype."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if cls.anchor is not None:
-            cls.product, cls.order = cls.anchor.product, cls.anchor.order
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """Why cuDNN must not run this node, from its tensors at all ports, or None.
@@ -215,7 +236,8 @@ class Planned:
         ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
         """
         out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        return tuple(x for x in made if x is not None)  # pygraph's word for a result left out
 
 
 class Example(NamedTuple):

@@ -24,7 +24,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
     usual = compute_type(default_compute(node, inputs), inputs)
     compute = compute_type(canonical_compute(compute), inputs) if compute else usual
     allowed = [usual]
-    if usual == "float32" and node.product:
+    if usual == "float32" and node.anchor.product:
         allowed.append("float16")
         if all(tensor.dtype in FP8 for tensor in inputs.values()):
             allowed.append("fast_float_for_fp8")
@@ -40,7 +40,7 @@ def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> N
 
 def default_compute(node: Node, inputs: Mapping[str, Tensor]) -> str:
     """The compute type if the user sets none; a product of integers has their accumulator."""
-    if all(tensor.dtype in INTEGERS for tensor in inputs.values()) and node.product:
+    if all(tensor.dtype in INTEGERS for tensor in inputs.values()) and node.anchor.product:
         return "int32"
     return "bool" if node.dtypes == ("bool",) else "float32"
 
@@ -117,7 +117,7 @@ def intermediate_dtypes(
         for _, name in call.outputs:
             if name in fixed:
                 continue
-            kept = node.anchor is not None and node.anchor.keeps_dtypes
+            kept = node.anchor.keeps_dtypes
             if node.algebra.moves:
                 sources[name] = tuple(source for _, source in call.inputs)
                 dtypes[name] = dtypes[sources[name][0]]
@@ -138,7 +138,7 @@ def _beside_16_bits(
 ) -> Iterator[str]:
     """Factors of a product that have another dtype than the other one, and would have it."""
     factors = [name for _, name in call.inputs]
-    if len(factors) == 2 and call.node.product:
+    if len(factors) == 2 and call.node.anchor.product:
         for name, other in (factors, factors[::-1]):
             if itemsize(dtypes[other]) == 2 and dtypes[name] != dtypes[other] == said[name]:
                 yield name

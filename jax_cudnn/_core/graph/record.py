@@ -26,7 +26,7 @@ _OTHERS = {
         "_core.graph.by_reference": "Tangent Transposed Batched",
         "_core.graph.options": "Options",
         "_core.graph.spec": "GraphSpec Tensor Call Origin",
-        "ops.attention.fp8_tangent": "Unscale Bounds QuantizeGradient Quantize",
+        "ops.attention.fp8_tangent": "Bounds QuantizeGradient Quantize",
         "ops.attention.packed": "Packed",
         "ops.attention.paged": "Paged",
         "ops.attention.storage": "StoredSdpa InOneArray",

@@ -57,8 +57,9 @@ def _evaluated(
     values = given(spec, operands)
     precision = lax_precision(spec.options.precision)
     inside = {name for call in spec.calls for _, name in call.inputs}
-    for call, node, inputs in steps(spec.calls, values):
-        if node.product:
+    for call, inputs in steps(spec.calls, values):
+        node = call.node
+        if node.anchor.product:
             if widens and node.compute_data_type == "float32":
                 halves = {port: x for port, x in inputs.items() if str(x.dtype) in HALVES}
                 inputs |= {port: x.astype(jnp.float32) for port, x in halves.items()}
@@ -84,18 +85,21 @@ def given(spec: GraphSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array
 
 def steps(
     calls: Sequence[Call], values: Mapping[str, jax.Array]
-) -> Iterator[tuple[Call, Node, dict[str, jax.Array]]]:
-    """Each call of a graph with its node and operands, which ``values`` has by then."""
+) -> Iterator[tuple[Call, dict[str, jax.Array]]]:
+    """Each call of a graph with its operands, which ``values`` has by then; without random numbers
+    that another call draws: it draws them again."""
     made = {name: port for call in calls for port, name in call.outputs}
     for call in calls:
-        again, node = call.node.redrawn({port: made.get(name, "") for port, name in call.inputs})
-        yield call, node, {port: values[name] for port, name in call.inputs if port not in again}
+        inputs, draws = dict(call.inputs), call.node.draws
+        if draws and draws.seed in inputs and made.get(inputs.get(draws.drawn, "")) == draws.made:
+            del inputs[draws.drawn]
+        yield call, {port: values[name] for port, name in inputs.items()}
 
 
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """A node's results, not yet rounded, for operands of any dtype."""
     exact = node.algebra.chooses and {str(x.dtype) for x in inputs.values()} in _CHOSEN
-    if not (exact or node.product or node.algebra.moves or node.xla_only):
+    if not (exact or node.anchor.product or node.algebra.moves or node.xla_only):
         compute = arithmetic(node.compute_data_type)
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)

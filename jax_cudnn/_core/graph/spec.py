@@ -57,6 +57,11 @@ class Call:
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether it draws random numbers that its derivatives draw again, in XLA or cuDNN."""
+        return self.node.draws is not None and not self.node.xla_only
+
 
 FLOAT64 = "cuDNN has no engine for float64"
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
@@ -172,7 +177,7 @@ class GraphSpec:
     @cached_property
     def has_float32_product(self) -> bool:
         """Whether a convolution or matmul has an operand that may be rounded to TF32."""
-        products = (c for c in self.calls if c.node.product and "float32" in c.node.dtypes)
+        products = (c for c in self.calls if c.node.anchor.product and "float32" in c.node.dtypes)
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 
@@ -182,14 +187,14 @@ class GraphSpec:
         return any(tensor.dtype == "float64" for tensor in self.tensors)
 
     @cached_property
-    def has_anchor(self) -> bool:
-        """Whether cuDNN builds its engine around one of the nodes."""
-        return any(call.node.anchor for call in self.calls)
+    def anchors(self) -> tuple[Call, ...]:
+        """The calls around which cuDNN builds an engine."""
+        return tuple(call for call in self.calls if call.node.anchor)
 
     @cached_property
     def is_paired(self) -> bool:
         """Whether some node must run where the nodes of the graph's family run."""
-        return any(call.node.paired for call in self.calls)
+        return any(call.is_paired for call in self.calls)
 
     @cached_property
     def is_static(self) -> bool:

@@ -144,7 +144,7 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
     instead = _INSTEAD.get(name)
     # jnp.max is a reduction, pygraph's max is not: a node's ``jax_names`` come first.
-    methods = [m for m, node in REGISTRY.items() if name in node.jax_names]
+    methods = [m for m, node in REGISTRY.items() if name in node.about.jax_names]
     methods += [name] if name in REGISTRY else []
     return GraphTypeError(
         f"{called or 'an array function'} got a graph tensor",

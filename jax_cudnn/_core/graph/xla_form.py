@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from . import reference
-from .dtypes import FP8, is_floating, itemsize
+from .dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize, wide_dtype
 from .node import MATRICES, Node
 from .options import lax_precision
 from .reference import HALVES, applied, given, kept, rounded, steps
@@ -46,10 +46,10 @@ def _narrow(
 ) -> list[jax.Array]:
     values, form = given(spec, operands), _Form(spec)
     returned: dict[str, jax.Array] = {}
-    for call, node, inputs in steps(_products_last(spec), values):
+    for call, inputs in steps(_products_last(spec), values):
         wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
-        node = node.without({*node.results} - wanted) if wanted else node
-        if node.product:  # of a result of the graph it reads what is stored
+        node = call.node.without({*call.node.results} - wanted) if wanted else call.node
+        if node.anchor.product:  # of a result of the graph it reads what is stored
             stored = {port: name for port, name in call.inputs if name in returned}
             inputs |= {port: returned[name] for port, name in stored.items()}
         results = dict(zip(node.results, form.results(call, node, inputs, values), strict=True))
@@ -91,7 +91,7 @@ class _Form:
     ) -> Sequence[jax.Array]:
         """A call's results, before they are rounded."""
         result = call.outputs[0][1]
-        if node.product:
+        if node.anchor.product:
             return self._product(call, node, inputs, values)
         held = {self._held.get(name, "") for _, name in call.inputs} - {""}
         dtype = held.pop() if len(held) == 1 else ""
@@ -131,9 +131,11 @@ class _Form:
         (only, *others) = operands
         if others:
             return ""
-        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.order == MATRICES)):
+        if dtype in HALVES and (
+            only == dtype or (only in FP8 and call.node.anchor.order == MATRICES)
+        ):
             return dtype
-        if only in FP8 and call.node.order == MATRICES:
+        if only in FP8 and call.node.anchor.order == MATRICES:
             only = "bfloat16"  # float16 may overflow before a scale follows
         return only if only in HALVES and self._bears(result, only) else ""
 
@@ -150,7 +152,7 @@ class _Form:
     def _passes(self, call: Call, name: str, dtype: str) -> bool:
         """Whether a reader of such a value makes no more of its error."""
         node = call.node
-        if node.product:
+        if node.anchor.product:
             return self.spec.tensor(name).dtype == dtype
         if node.anchor:  # a normalization, and its statistics, too
             return node.algebra.smooth
@@ -169,12 +171,43 @@ class _Form:
         (reader,) = readers
         others = {port: values.get(name) for port, name in reader.inputs if name != result}
         known = {port: x for port, x in others.items() if x is not None}
-        line = reader.node.line(known) if len(known) == len(reader.inputs) - 1 else None
-        scaled = None if line is None else call.node.scaled(inputs, line[0])
+        line = _line(reader.node, known) if len(known) == len(reader.inputs) - 1 else None
+        scaled = None if line is None else _scaled(call.node, inputs, line[0])
         if line is None or scaled is None:
             return inputs
         self._scaled[reader.outputs[0][1]] = result, line[1]
         return scaled
+
+
+def _line(node: Node, known: Values) -> tuple[jax.Array, jax.Array | None] | None:
+    """The factor and the summand with which a node's result follows from the one operand that
+    ``known`` lacks; None if it does not."""
+    if node.algebra.multiplies and len(known) == 1:
+        return next(iter(known.values())), None
+    port, kind = node.algebra.affine, arithmetic(node.compute_data_type)
+    if not port or port in known:
+        return None
+    zero = jnp.zeros(jnp.broadcast_shapes(*map(jnp.shape, known.values())), kind)
+    function = lambda x: applied(node, {**known, port: x})[0]  # noqa: E731
+    summand, factor = jax.jvp(function, (zero,), (jnp.ones_like(zero),))
+    return factor, summand
+
+
+def _scaled(node: Node, inputs: Values, factor: jax.Array) -> dict[str, jax.Array] | None:
+    """The operands with which a product gives its result times a factor of the result's rank; None
+    where that does not go into one of them."""
+    port = node.algebra.scaled
+    if not port or str(inputs[port].dtype) not in FLOATS:
+        return None
+    (own,) = (of.axes for of in node.ports.inputs if of.name == port)
+    result = node.ports.outputs[0].axes
+    (letter,) = {*own} & {*result}
+    if factor.size not in (1, factor.shape[result.index(letter)]):
+        return None
+    factor = jnp.swapaxes(factor, own.index(letter), result.index(letter))
+    factor = factor.astype(wide_dtype(inputs[port], factor))
+    product = inputs[port].astype(factor.dtype) * factor
+    return {**inputs, port: product.astype(inputs[port].dtype)}
 
 
 def _products_last(spec: GraphSpec) -> list[Call]:
@@ -185,7 +218,8 @@ def _products_last(spec: GraphSpec) -> list[Call]:
         missing = {name for call in waiting for _, name in call.outputs}
         ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
         call = min(
-            ready, key=lambda call: (call.node.product, _summed_as_written(spec, call) is None)
+            ready,
+            key=lambda call: (call.node.anchor.product, _summed_as_written(spec, call) is None),
         )
         waiting.remove(call)
         found.append(call)

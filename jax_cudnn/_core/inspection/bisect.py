@@ -19,6 +19,7 @@ import numpy as np
 from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
 from ..graph.source import users_place
+from ..plans.collect import is_array, of_arrays
 from .compare import judge
 from .report import BOTH, FUSED, Bisection, Entry
 from .rewrite import Place, Rewriter, holds_graph
@@ -171,9 +172,7 @@ def _traced(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str
 ) -> tuple[Any, list[Any]]:
     """The program's jaxpr, without constants and dead code, and the operands it takes."""
-    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-    positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    arrays = [leaves[i] for i in positions]
+    run, arrays, *_ = of_arrays(fn, args, kwargs)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays):
         raise GraphTypeError(
             "bisect runs the function",
@@ -182,15 +181,9 @@ def _traced(
             fix="pass arrays, for example jax.random.normal(key, shape, dtype)",
         )
 
-    def of_arrays(*given: Any) -> list[Any]:
-        filled = list(leaves)
-        for i, array in zip(positions, given, strict=True):
-            filled[i] = array
-        positional, keywords = jax.tree.unflatten(structure, filled)
-        return [x for x in jax.tree.leaves(fn(*positional, **keywords)) if _is_array(x)]
-
+    results = lambda *given: [*filter(is_array, jax.tree.leaves(run(*given)))]  # noqa: E731
     try:
-        closed = jax.make_jaxpr(of_arrays)(*arrays)
+        closed = jax.make_jaxpr(results)(*arrays)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise GraphTypeError(
             f"{name} cannot be traced",
@@ -211,10 +204,6 @@ def _traced(
             fix="call it outside jit, grad, vmap and scan, with the function that contains these",
         )
     return jaxpr, operands
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _line(equation: Any) -> str:

@@ -201,7 +201,7 @@ def _in_float32(node: Node) -> Node:
 def _inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     """The relative error of a correct computation of a graph, without the rounding of results."""
     anchored = {
-        spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
+        spec.tensor(name).dtype for c in spec.calls if c.node.anchor.product for _, name in c.inputs
     }
     amounts = [_FLOAT64 if spec.has_float64 else _FLOAT32]
     if on_gpu and "float32" in anchored and spec.options.precision == "default":

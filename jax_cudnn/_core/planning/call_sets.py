@@ -14,9 +14,9 @@ class CallSets:
     """The calls of a graph as bits: bit ``i`` is call ``i``."""
 
     def __init__(self, spec: GraphSpec) -> None:
-        count = len(spec.calls)
+        count, anchors = len(spec.calls), {call.name for call in spec.anchors}
         self.all = (1 << count) - 1
-        self.anchors = sum(1 << i for i, call in enumerate(spec.calls) if call.node.anchor)
+        self.anchors = sum(1 << i for i, call in enumerate(spec.calls) if call.name in anchors)
         self.xla_only = sum(1 << i for i, call in enumerate(spec.calls) if call.node.xla_only)
         makers: dict[str, int] = defaultdict(int)
         users: dict[str, int] = defaultdict(int)

@@ -51,10 +51,9 @@ def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
 def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) -> list[int]:
     """The positions of candidates (engines with knobs) in the order in which they are tried: that
     of the heuristics, with the corrections of the anchor."""
-    anchors = (at for at in spec.at_ports if at[0].node.anchor)
-    call, tensors = next(anchors, (None, {}))
-    if call is None or call.node.anchor is None:
+    if not spec.anchors:
         return [*range(len(candidates))]
+    call, tensors = next(at for at in spec.at_ports if at[0] is spec.anchors[0])
     slow, rank = call.node.anchor.slow, call.node.engines(tensors, spec).rank
 
     def key(position: int) -> tuple[bool, int]:

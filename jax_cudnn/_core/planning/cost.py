@@ -43,13 +43,12 @@ def cost(spec: GraphSpec) -> Cost:
 
 def selects(call: Call) -> bool:
     """Whether it selects by value what it reads."""
-    return any(port in call.node.selecting for port, _ in call.inputs)
+    return any(port in call.node.indices.selecting for port, _ in call.inputs)
 
 
 def flops(call: Call, tensors: Mapping[str, Tensor]) -> int:
     """The least operations of a call; 0 where it selects by value."""
-    shapes = {port: tensor.shape for port, tensor in tensors.items()}
-    return 0 if selects(call) else call.node.flops(shapes)
+    return 0 if selects(call) else call.node.work(tensors).flops
 
 
 _FLOPS_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
@@ -74,7 +73,7 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
     work = 0.0
     for call, tensors in spec.at_ports:
-        if call.node.product:  # of the rate for its narrower factor
+        if call.node.anchor.product:  # of the rate for its narrower factor
             width = min(itemsize(spec.tensor(name).dtype) for _, name in call.inputs[:2])
             work += flops(call, tensors) * width / 2
     if work and not peak:

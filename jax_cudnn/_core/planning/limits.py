@@ -58,7 +58,7 @@ def _never(spec: GraphSpec) -> _Found:
         yield "dtype", FLOAT64
     for call in spec.calls:
         if call.node.xla_only:
-            yield call.name, call.node.requires
+            yield call.name, call.node.about.requires
         if is_split(call.node):
             yield call.name, _MERGED
 
@@ -72,9 +72,11 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         if tensor.literal is None
         for shape in [v.dims for v in seen.parts.get(tensor.name, ())] or [tensor.shape]
     }
-    orders = {call.node.order for call in spec.calls if call.node.anchor}
+    orders = {call.node.anchor.order for call in spec.anchors}
     least = {4 if order == CHANNELS_LAST else 0 for order in orders}
-    free = all(call.node.ports.is_elementwise or call.node.order == MERGED for call in spec.calls)
+    free = all(
+        call.node.ports.is_elementwise or call.node.anchor.order == MERGED for call in spec.calls
+    )
     free = free or seen.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
@@ -88,13 +90,13 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
 
 def _no_matrices(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
-    among = [call.name for call in spec.calls if call.node.order == MATRICES]
+    among = [call.name for call in spec.calls if call.node.anchor.order == MATRICES]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
     if not layout(spec).has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         for call in spec.calls:
-            if call.node.order != MATRICES and not call.node.ports.is_elementwise:
+            if call.node.anchor.order != MATRICES and not call.node.ports.is_elementwise:
                 yield call.name, what
         return
     for tensor in spec.tensors:
@@ -115,10 +117,10 @@ def _calls(spec: GraphSpec) -> _Found:
                 what = "its result leaves the graph or has its own layout, and so needs a copy"
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
-                yield call.name, f"{what} ({call.node.requires})"
-    if any(call.node.order == MERGED for call in spec.calls) and seen.merged is None:
+                yield call.name, f"{what} ({call.node.about.requires})"
+    if any(call.node.anchor.order == MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
-    if not spec.has_anchor:
+    if not spec.anchors:
         yield from _small_intermediates(spec)
     refusals = [call.node.support(tensors, spec) for call, tensors in spec.at_ports]
     for call, refused in zip(spec.calls, refusals, strict=True):
@@ -149,7 +151,7 @@ def _broadcasts(
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
-    kind = next((c.node.anchor.broadcasts for c in spec.calls if c.node.anchor), alone)
+    kind = next((c.node.anchor.broadcasts for c in spec.anchors), alone)
     arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     (n, c, *spatial), ones = out, [1] * len(out[2:])
     allowed = [] if kind == NUMBERS_ONLY else [[1, 1, *ones]]
@@ -186,19 +188,17 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
             yield spec.calls[i].name, what
         for other in members(sets.anchors & sets.before(1 << i)):
             first, second = spec.calls[other], spec.calls[i]
-            if first.node.order == second.node.order == MATRICES:
+            if first.node.anchor.order == second.node.anchor.order == MATRICES:
                 what = f"it needs {first.name}, and such chains are not verified"
                 yield second.name, what
 
 
 def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     anchor = spec.calls[place]
-    fuses = anchor.node.anchor
-    assert fuses is not None
     before, after = sets.before(sets.anchors), sets.after(sets.anchors)
     behind, beside = members(after), members(sets.all & ~sets.anchors & ~after)
     methods = {call.node.method for call in spec.calls}
-    if before and fuses.prologue not in (ANY, *methods):
+    if before and anchor.node.anchor.prologue not in (ANY, *methods):
         what = f"{anchor.name} takes no operand computed in the same plan"
         yield from ((spec.calls[i].name, what) for i in members(before))
     further = {name: port for port, name in anchor.outputs[1:]}
@@ -210,7 +210,7 @@ def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     for i in beside:
         users = sets.users(1 << i)
         allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
-        free = fuses.returns_prologue and before >> i & 1
+        free = anchor.node.anchor.returns_prologue and before >> i & 1
         if not users or users & ~allowed or (sets.is_returned(1 << i) and not free):
             what = "computes an operand of" if before >> i & 1 else "is independent of"
             yield spec.calls[i].name, f"it {what} {anchor.name} and is used elsewhere"

@@ -95,19 +95,21 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
     """Why XLA is faster than the best remaining engine for a graph; "" if no measurement says so,
     and wherever :func:`loss` is None."""
     measured = table().get(str(sm_version))
-    anchors = (c.node for c in spec.calls if c.node.anchor and plan.engine_id in c.node.anchor.slow)
+    anchors = (c.node for c in spec.calls if plan.engine_id in c.node.anchor.slow)
     node = next(anchors, None)
     if measured is None or node is None or not _may_be_xlas(spec):
         return ""
     return (
         f"only {plan.engine} supports it, and XLA is faster "
-        f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.requires}"
+        f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.about.requires}"
     )
 
 
 def _may_be_xlas(spec: GraphSpec) -> bool:
-    reproducible = all(call.node.deterministic for call in spec.calls)
-    return spec.options.engine is None and (reproducible or not spec.options.deterministic)
+    return spec.options.engine is None and (
+        not spec.options.deterministic
+        or all(call.node.deterministic() == call.node for call in spec.calls)
+    )
 
 
 def key(sm_version: int) -> str:
@@ -136,7 +138,7 @@ def pattern(spec: GraphSpec) -> str:
         ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
         if words := _of_node(spec, call, ports, read):
             hearts[i] = words
-    anchors = [call for call in spec.calls if call.node.anchor]
+    anchors = spec.anchors
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
         # in between does not count.
@@ -151,7 +153,9 @@ def pattern(spec: GraphSpec) -> str:
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
     if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
         epilogue = "epilogue"
-        if not anchors[0].node.product:  # bound by memory traffic: an additional array matters
+        if not anchors[
+            0
+        ].node.anchor.product:  # bound by memory traffic: an additional array matters
             read = _read(spec.calls[i] for i in members(sets.after(sets.anchors)))
             largest = max(math.prod(t.shape) for t in spec.tensors)
             sizes = [math.prod(t.shape) for t in spec.input_tensors if t.name in read]
@@ -166,8 +170,8 @@ def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set
     """A node's own words; empty for what only accompanies others."""
     unread = [port for port, name in call.outputs if name not in read]
     node = call.node.without(unread) if unread else call.node
-    words = node.pattern(ports)
-    if not (words and node.product):
+    words = node.work(ports).pattern
+    if not (words and node.anchor.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}
     usual = node.compute_data_type == default_compute(node, inputs)
@@ -192,7 +196,7 @@ def _words(words: Iterable[str]) -> str:
 def _is_bias(spec: GraphSpec, call: Call, product: Call) -> bool:
     """Whether a call adds one number per column to a matrix product, which XLA's matmul
     library can fuse, too."""
-    if not (call.node.algebra.adds and product.node.order == MATRICES):
+    if not (call.node.algebra.adds and product.node.anchor.order == MATRICES):
         return False
     ((_, made),) = product.outputs
     added = [spec.tensor(name).shape for _, name in call.inputs if name != made]

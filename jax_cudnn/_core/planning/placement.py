@@ -113,7 +113,7 @@ def _cut(spec: GraphSpec, losing: bool, paired_reason: str, site: Site, name: st
 def _check_products(spec: GraphSpec, segments: Segments, name: str) -> None:
     """UnsupportedGraphError if XLA would run a product of a derivative under "cudnn"."""
     for segment in segments:
-        products = [call.name for call in segment.spec.calls if call.node.anchor]
+        products = [call.name for call in segment.spec.anchors]
         if segment.plan is None and products:
             raise UnsupportedGraphError(
                 f"{name}: cuDNN does not run {', '.join(products)}",
@@ -127,7 +127,7 @@ def _why_pairs_run_in_xla(spec: GraphSpec, losing: bool, site: Site, name: str) 
     """Why XLA runs the paired nodes in all graphs of a family; empty if cuDNN does."""
     for member in spec.origin.family:
         for segment in _cut(member, losing, "", site, name) if spec.is_paired else ():
-            paired = [call.name for call in segment.spec.calls if call.node.paired]
+            paired = [call.name for call in segment.spec.calls if call.is_paired]
             if segment.plan is None and paired:
                 return f"XLA runs {', '.join(paired)} of a related graph: {segment.reason}"
     return ""
@@ -138,7 +138,8 @@ def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
     if not spec.options.deterministic or Surroundings.now().deterministic:
         return
     for segment in segments:
-        loose = [call.name for call in segment.spec.calls if not call.node.deterministic]
+        nodes = {call.name: call.node for call in segment.spec.calls}
+        loose = [name for name, node in nodes.items() if node.deterministic() != node]
         if segment.plan is None and loose:
             raise UnsupportedGraphError(
                 f"{name}: deterministic=True cannot be guaranteed",
@@ -240,7 +241,7 @@ def first_ways(spec: GraphSpec, site: Site, name: str, xla: Segments | None) -> 
         cut(spec, site, name, losing=True),
     ]
     ways[1:1] = [] if xla is None else [xla]
-    if len(spec.calls) > 1 and spec.has_anchor:
+    if len(spec.calls) > 1 and spec.anchors:
         ways.append(tuple(replace(segment, reason="") for segment in search(spec, alone)))
     distinct: dict[Any, Segments] = {}
     for way in ways:

@@ -134,7 +134,7 @@ def _build(spec: GraphSpec, site: Site) -> ExecutionPlan:
 def _seconds(spec: GraphSpec) -> float:
     """How long one attempt in the worker may take: 10 to 100 times what it took on two cores that
     had other work, too."""
-    return min(300.0, 60.0 + sum(60.0 if call.node.anchor else 10.0 for call in spec.calls))
+    return min(300.0, 60.0 + 10.0 * len(spec.calls) + 50.0 * len(spec.anchors))
 
 
 @functools.cache

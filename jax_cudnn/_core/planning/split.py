@@ -163,7 +163,7 @@ class _Search:
         """Why XLA runs these calls: a final answer, or that for the smallest part that was tried
         with some of them."""
         own = [self._spec.calls[i] for i in members(group & self._sets.xla_only)]
-        said = [*dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own)]
+        said = [*dict.fromkeys(f"{call.name}: {call.node.about.requires}" for call in own)]
         near = [
             (not answer.final, calls.bit_count(), calls, answer.reason)
             for calls, answer in self._answers.items()

@@ -21,7 +21,7 @@ from ..graph.spec import GraphSpec
 from ..package import fingerprint
 from ..settings import FAST, FULL
 from ..store.cache import configured
-from ..store.entry import Content, Unusable, checks, parsed
+from ..store.entry import Content, Unusable, parsed
 from . import execution_plan as plans
 from . import frontend
 from .execution_plan import CONSTANT, OPERAND, RESULT, SCALAR_STRIDE, SLOT, UNBOUND, VIEW
@@ -55,9 +55,6 @@ def check_entry(content: Content) -> None:
         read(content.value, spec, lines[1])
     except Exception as error:  # anything may stand there
         raise Unusable(f"foreign: {said(error)}") from error
-
-
-checks.append(check_entry)
 
 
 def kept(key: str, read: Callable[[dict[str, Any]], V]) -> V | None:

@@ -81,7 +81,9 @@ def unsupported(
         others = "the other plans" if found else "all plans"
         found[others] = Reason(f"{len(left_out)} plans, {LEFT_OUT}", Kind.OPTIONS)
     kinds = {reason.kind for reason in found.values()}
-    required = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
+    required = {
+        f"{c.node.method}: {c.node.about.requires}" for c in spec.calls if c.node.about.requires
+    }
     return UnsupportedGraphError(
         "cuDNN has no engine for this graph",
         graph=str(spec),

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,7 +18,7 @@ from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
 from ..planning.call_sets import CallSets, members
 from ..planning.split import part
-from ..primitive import Seen, cudnn_local_p, cudnn_p, observer
+from ..primitive import Seen, calls_in, observer, title
 
 # A graph's name, the graph, and how a mesh shards it -> where it is called -> how often.
 _Found = dict[tuple[str, GraphSpec, str], Counter[str]]
@@ -55,10 +55,12 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             found[fn.name, fn.trace(*args, **static)[1].spec, ""] = Counter([place])
             sharded = is_sharded(None, args)
         else:
-            run, arrays = _of_arrays(fn, args, static)
-            jaxpr = compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jit does
-            for name, spec, place, times in _calls(jaxpr, 1):
-                found.setdefault((name, spec, ""), Counter())[place] += times
+            function = of_arrays(fn, args, static)
+            jaxpr = jax.make_jaxpr(function.run)(*function.arrays).jaxpr
+            jaxpr = compat.without_dead_code(jaxpr)  # as jit does
+            for call, times in calls_in(jaxpr):
+                graph = title(**call.params), call.params["spec"], ""
+                found.setdefault(graph, Counter())[users_place(compat.user_frames(call))] += times
             sharded = bool(found) and is_sharded(jaxpr, args)
     if sharded:
         found = _local(fn, args, static, found) or found
@@ -126,7 +128,7 @@ def advised(args: tuple[Any, ...]) -> Iterator[None]:
                 fix="jax_cudnn.plans(lambda model, *args: model(*args), model, *args)",
             ) from error
         shapes = [x for x in args if isinstance(x, str) or (isinstance(x, tuple) and x)]
-        if shapes and not any(map(_is_array, jax.tree.leaves(args))):
+        if shapes and not any(map(is_array, jax.tree.leaves(args))):
             raise GraphError(
                 "no argument is an array",
                 expected="arrays, or for shapes alone jax.ShapeDtypeStruct((8, 64), 'bfloat16')",
@@ -140,7 +142,7 @@ def _local(
     fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any], whole: _Found
 ) -> _Found:
     """The graphs of one device, with how a mesh shards them, as XLA compiles the function."""
-    run, arrays = _of_arrays(fn, args, static)
+    run, arrays, *_ = of_arrays(fn, args, static)
     seen: Seen = {}
     token = observer.set(seen)
     try:
@@ -189,43 +191,36 @@ def _shards(jaxpr: Any) -> bool:
     )
 
 
-def _of_arrays(
-    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of its arrays, and these; everything else stays the Python value it is."""
+class Call(NamedTuple):
+    """A call as a function of its arrays; everything else stays the Python value it is. ``rest``:
+    that, by its place among the leaves of the arguments, whose tree is ``structure``."""
+
+    run: Callable[..., Any]
+    arrays: list[Any]
+    structure: Any
+    rest: dict[int, Any]
+
+
+def of_arrays(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Call:
     leaves, structure = jax.tree.flatten((args, dict(static)))
-    positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     @functools.wraps(fn, updated=())  # errors of JAX name it, and its line
-    def of_arrays(*arrays: Any) -> Any:
+    def run(*arrays: Any) -> Any:
         filled = list(leaves)
         for i, array in zip(positions, arrays, strict=True):
             filled[i] = array
         positional, keywords = jax.tree.unflatten(structure, filled)
         return fn(*positional, **keywords)
 
-    return of_arrays, [leaves[i] for i in positions]
+    rest = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}
+    return Call(run, [leaves[i] for i in positions], structure, rest)
 
 
-def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
-    """All graphs of a jaxpr with their names, equal ones too."""
-    return ((name, spec) for name, spec, *_ in _calls(jaxpr, 1))
-
-
-def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
-    """Each call: the graph, its line in the user's code, and how often it runs; once in a while
-    loop and in each branch of a conditional, where that is unknown."""
-    for equation in jaxpr.eqns:
-        if equation.primitive in (cudnn_p, cudnn_local_p):
-            name, spec = equation.params["name"], equation.params["spec"]
-            yield name + spec.origin.suffix, spec, users_place(compat.user_frames(equation)), times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in compat.inner_jaxprs(equation):
-            yield from _calls(inner, times * turns)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX or NumPy, but not of strings, objects or dates."""
+    kind = getattr(getattr(leaf, "dtype", "O"), "kind", "")
+    return hasattr(leaf, "shape") and kind not in ("O", "S", "U", "M", "m")
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

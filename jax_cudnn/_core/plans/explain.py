@@ -119,8 +119,8 @@ class Report:
     def _repr_html_(self) -> str:
         shown = []
         for part in self._parts():
-            svg = part.svg() if isinstance(part, Picture) else None
-            shown.append(svg or f"<pre>{html.escape(str(part))}</pre>")
+            text = f"<pre>{html.escape(str(part))}</pre>"
+            shown.append(part.svg() if isinstance(part, Picture) else text)
         return re.sub(r' xmlns(:\w+)?="[^"]*"', "", "\n".join(shown))
 
     def _parts(self) -> Iterator[str | Picture]:
@@ -217,7 +217,7 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
     for segment, figures in zip(plan.segments, said["segments"], strict=True):
         reads, both = figures["reads_bytes"], figures["reads_bytes"] + figures["writes_bytes"]
         yield from ((reads, advice) for advice in figures["advice"])
-        by_xla = segment.plan is None and (segment.spec.has_anchor or not several)
+        by_xla = segment.plan is None and (segment.spec.anchors or not several)
         if by_xla and plan.implementation != "xla" and not _measured(plan, segment):
             yield both, f"runs in XLA, because {segment.reason}"
     for one in getattr(note, "gathered", ()):

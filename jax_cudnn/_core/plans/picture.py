@@ -1,19 +1,14 @@
-"""A graph as a picture: what is fused into which plan, and what crosses memory between them.
-
-The layout is that of Graphviz where its ``dot`` is installed, else that of the Python package
-grandalf; without either a picture is text.
-"""
+"""A graph as a picture: what is fused into which plan, and what crosses memory between them."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
-import json
+import itertools
 import math
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..graph.spec import GraphSpec, Tensor
 from ..text import microseconds, shape, size
@@ -21,10 +16,7 @@ from .plan import Plan
 
 _XLA, _CUDNN = "#e4e6e9", ("#d3ecae", "#b9e0f2", "#f7e0a6", "#e5d2f0", "#f6cfc4")
 _CHARACTER, _LINE, _GAP = 6.7, 15, 12
-_FONT = 'fontname="monospace" fontsize=11'
-_DOT = f"""digraph {{ graph [{_FONT} bgcolor=white labeljust=l labelloc=b]
-node [{_FONT} shape=box height=0.3]
-edge [{_FONT}]"""
+_ROUNDS = 8  # of moving places towards their neighbours
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}"
 font-family="monospace" font-size="11" text-anchor="middle">
 <defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8"
@@ -36,16 +28,16 @@ markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#444
 class Picture:
     """The picture of a plan: SVG in a notebook, text where it is printed.
 
-    Operations that are fused into one plan share a box or a color, and those that XLA runs are
-    gray. Arrows from one plan to another carry the bytes that cross memory there. A time is
-    measured, or the least that the GPU's rates allow.
+    Operations that are fused into one plan share a color, and those that XLA runs are gray. Arrows
+    from one plan to another carry the bytes that cross memory there. A time is measured, or the
+    least that the GPU's rates allow.
     """
 
     plan: Plan
 
-    def svg(self) -> str | None:
-        """The picture as SVG; None where neither Graphviz nor grandalf is installed."""
-        return _by_dot(self.plan) or _by_grandalf(self.plan)
+    def svg(self) -> str:
+        """The picture as SVG."""
+        return "\n".join(_svg(self.plan))
 
     _repr_svg_ = svg
 
@@ -137,90 +129,89 @@ class _Drawn:
             self.edges[makers[tensor.name], f"result {tensor.name}"] = ""
 
 
-def _by_dot(plan: Plan) -> str | None:
-    dot = shutil.which("dot")
-    if dot is None:
-        return None
-    text = "\n".join(_dot(plan))
-    done = subprocess.run([dot, "-Tsvg"], input=text.encode(), capture_output=True, check=False)
-    _, begin, rest = done.stdout.decode().partition("<svg")
-    return f"{begin}{rest}" or None
+class _Layout:
+    """Nodes in layers: each below all that it reads, near what it is connected with."""
+
+    def __init__(self, drawn: _Drawn) -> None:
+        self._layer: dict[Any, int] = {}
+        for a, b in drawn.edges:  # in the order of the operations
+            self._layer[b] = max(self._layer.get(b, 0), self._layer.setdefault(a, 0) + 1)
+        read = {b for _, b in drawn.edges}
+        for a in drawn.nodes.keys() - read:
+            self._layer[a] = min((self._layer[b] for c, b in drawn.edges if c == a), default=1) - 1
+        # Between layers that are not neighbours an edge has a place in each.
+        self.paths = {
+            (a, b): [a, *((a, b, i) for i in range(self._layer[a] + 1, self._layer[b])), b]
+            for a, b in drawn.edges
+        }
+        self._layer |= {place: place[2] for path in self.paths.values() for place in path[1:-1]}
+        self.sizes = dict.fromkeys(self._layer, (_GAP, _LINE))
+        self.sizes |= {name: _size(lines) for name, (lines, _) in drawn.nodes.items()}
+        rows: dict[int, list[Any]] = {}
+        for place in [*drawn.nodes, *(x for path in self.paths.values() for x in path[1:-1])]:
+            rows.setdefault(self._layer[place], []).append(place)
+        self._x = dict.fromkeys(self._layer, 0.0)
+        near: dict[Any, list[Any]] = {place: [] for place in self._layer}
+        for path in self.paths.values():
+            for a, b in itertools.pairwise(path):
+                near[a].append(b)
+                near[b].append(a)
+        for _ in range(_ROUNDS):
+            for row in rows.values():
+                self._place(row, near)
+        left = min(self._x[p] - self.sizes[p][0] / 2 for p in self._layer) - _GAP
+        self.at: dict[Any, tuple[float, float]] = {}
+        y = 0.0
+        for _, row in sorted(rows.items()):
+            height = max(self.sizes[place][1] for place in row)
+            self.at |= {place: (self._x[place] - left, y + height / 2) for place in row}
+            y += height + 2 * _LINE
+        self.width = max(x + self.sizes[p][0] / 2 for p, (x, _) in self.at.items())
+        self.height = y - 2 * _LINE
+
+    def _place(self, row: list[Any], near: Mapping[Any, Sequence[Any]]) -> None:
+        """Puts a layer's places beside each other, in the order of what they are connected with."""
+        want = {p: statistics.mean([self._x[q] for q in near[p]] or [self._x[p]]) for p in row}
+        row.sort(key=want.__getitem__)
+        right = -math.inf
+        for place in row:
+            width = self.sizes[place][0]
+            self._x[place] = max(want[place], right + width / 2)
+            right = self._x[place] + width / 2 + _GAP
+        moved = statistics.mean(self._x[place] - want[place] for place in row)
+        self._x |= {place: self._x[place] - moved for place in row}
 
 
-def _dot(plan: Plan) -> Iterator[str]:
-    drawn = _Drawn(plan)
-    yield _DOT
-    for number, (head, color) in enumerate(zip(_heads(plan), drawn.colors, strict=True)):
-        yield f'subgraph cluster{number} {{ label={_quoted(*head)} style="rounded,filled"'
-        yield f'color="{color}"; node [style=filled fillcolor=white]'
-        yield from (_quoted(name) for name, (_, own) in drawn.nodes.items() if own == number)
-        yield "}"
+def _svg(plan: Plan) -> Iterator[str]:
+    drawn, heads = _Drawn(plan), [f"{who}; {what}" for who, what in _heads(plan)]
+    graph, sizes = _Layout(drawn), [_size([head]) for head in heads]  # which explain the colors
+    above = sum(height + _GAP for _, height in sizes) + _GAP
+    width = max(graph.width, *(width + _GAP for width, _ in sizes)) + _GAP
+    yield _SVG.format(math.ceil(width), math.ceil(above + graph.height + _GAP))
+    y = _GAP
+    for head, color, (wide, high) in zip(heads, drawn.colors, sizes, strict=True):
+        yield from _box([head], _GAP + wide / 2, y + high / 2, color)
+        y += high + _GAP
+    for (a, b), path in graph.paths.items():
+        points = [(x, y + above) for x, y in map(graph.at.__getitem__, path)]
+        points[0] = points[0][0], points[0][1] + graph.sizes[a][1] / 2
+        points[-1] = points[-1][0], points[-1][1] - graph.sizes[b][1] / 2
+        yield from _arrow(points, drawn.edges[a, b])
     for name, (lines, own) in drawn.nodes.items():
-        yield f"{_quoted(name)} [label={_quoted(*lines)}{' shape=plaintext' * (own is None)}]"
-    for (a, b), label in drawn.edges.items():
-        wide = 2 if label else 1
-        yield f"{_quoted(a)} -> {_quoted(b)} [label={_quoted(label)} penwidth={wide}]"
-    yield "}"
+        x, y = graph.at[name]
+        yield from _box(lines, x, y + above, "white" if own is None else drawn.colors[own])
+    yield "</svg>"
 
 
-def _quoted(*lines: str) -> str:
-    return json.dumps("\n".join(lines), ensure_ascii=False)
-
-
-class _Box:
-    """What grandalf reads of a node, and where it puts it."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.w = _CHARACTER * max(map(len, lines)) + _GAP
-        self.h = _LINE * len(lines) + _GAP / 2
-        self.xy = (0.0, 0.0)
-
-
-def _by_grandalf(plan: Plan) -> str | None:
-    if importlib.util.find_spec("grandalf") is None:
-        return None
-    from grandalf.graphs import Edge, Graph, Vertex  # pyright: ignore[reportMissingImports]
-    from grandalf.layouts import SugiyamaLayout  # pyright: ignore[reportMissingImports]
-    from grandalf.routing import EdgeViewer  # pyright: ignore[reportMissingImports]
-
-    drawn = _Drawn(plan)
-    for number, head in enumerate(_heads(plan)):  # which explain the colors
-        drawn.nodes[f"segment {number}"] = ["; ".join(head)], number
-    vertices = {name: Vertex(name) for name in drawn.nodes}
-    for name, vertex in vertices.items():
-        vertex.view = _Box(drawn.nodes[name][0])  # pyright: ignore[reportAttributeAccessIssue]
-    edges = [Edge(vertices[a], vertices[b], data=label) for (a, b), label in drawn.edges.items()]
-    for edge in edges:
-        edge.view = EdgeViewer()  # pyright: ignore[reportAttributeAccessIssue]
-    shapes: list[str] = []
-    right = bottom = 0.0
-    for part in Graph([*vertices.values()], edges).C:  # one below the other
-        layout = SugiyamaLayout(part)
-        layout.yspace = 2 * _LINE
-        layout.init_all(optimize=True)
-        layout.draw()
-        boxes = [vertex.view for vertex in part.sV]
-        dx = _GAP - min(box.xy[0] - box.w / 2 for box in boxes)
-        dy = _GAP - min(box.xy[1] - box.h / 2 for box in boxes) + bottom
-        for edge in part.sE:
-            points = [(x + dx, y + dy) for x, y in edge.view._pts]
-            points[0] = points[0][0], points[0][1] + edge.v[0].view.h / 2
-            points[-1] = points[-1][0], points[-1][1] - edge.v[1].view.h / 2
-            shapes += _arrow(points, edge.data)
-        for vertex in part.sV:
-            (lines, own), (x, y) = drawn.nodes[vertex.data], vertex.view.xy
-            shapes += _box(lines, x + dx, y + dy, "white" if own is None else drawn.colors[own])
-        right = max(right, *(box.xy[0] + box.w / 2 + dx for box in boxes))
-        bottom = max(box.xy[1] + box.h / 2 + dy for box in boxes)
-    size_of_all = (math.ceil(right + _GAP), math.ceil(bottom + _GAP))
-    return "\n".join((_SVG.format(*size_of_all), *shapes, "</svg>"))
+def _size(lines: Sequence[str]) -> tuple[float, float]:
+    return _CHARACTER * max(map(len, lines)) + _GAP, _LINE * len(lines) + _GAP / 2
 
 
 def _box(lines: Sequence[str], x: float, y: float, color: str) -> Iterator[str]:
-    box = _Box(lines)
-    left, top = x - box.w / 2, y - box.h / 2
+    width, height = _size(lines)
+    left, top = x - width / 2, y - height / 2
     yield (
-        f'<rect x="{left:.1f}" y="{top:.1f}" width="{box.w:.1f}" height="{box.h:.1f}" rx="4" '
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4" '
         f'fill="{color}"/>'
     )
     for number, text in enumerate(lines, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import candidates, cuda_graphs, execution
@@ -19,6 +19,7 @@ from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 from ..planning.planned_graph import PlannedGraph, PlannedSegment
 from ..planning.planner import Site
+from ..planning.split import whole
 from ..text import size, wrapped
 from . import record
 
@@ -109,7 +110,15 @@ class Plan(PlannedGraph):
         ``select``, ``execute`` and ``time`` work on each part. ``pinned`` of a part does not fit
         the options of the function that was cut: there, an engine applies to the whole graph.
         """
-        return tuple(map(Plan.of, candidates.parts(self)))
+        if len(self.segments) == 1:
+            return (self,) if self.execution_plans else ()
+        found = []
+        for segment in self.segments:
+            if segment.plan is not None:
+                (alone,) = whole(segment.spec, segment.plan, segment.reason)
+                name = f"{self.name}: {', '.join(call.name for call in segment.spec.calls)}"
+                found.append(replace(self, name=name, spec=segment.spec, segments=(alone,)))
+        return tuple(found)
 
     def execute(
         self,
@@ -195,7 +204,9 @@ class Plan(PlannedGraph):
             >>> best = jc.plan(matmul, a, a).autotune(a, a)                    # doctest: +SKIP
             >>> fast = jax.jit(matmul.with_options(**best.pinned))             # doctest: +SKIP
         """
-        return Plan.of(candidates.autotune(self, arrays, device, limit))
+        rows = candidates.time_candidates(self, arrays, device, limit)
+        times = {row: row.seconds for row in rows if row.seconds is not None}
+        return self.select(min(times, key=times.__getitem__)) if times else self
 
     def populate_cuda_graph(
         self,

@@ -21,8 +21,9 @@ from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 from ..planning.deviceless.profiles import Profile
 from ..planning.planner import Site
+from ..primitive import in_jaxpr
 from ..text import aligned, shape
-from .collect import Graphs, advised, graphs, in_jaxpr, is_sharded
+from .collect import Graphs, advised, graphs, is_sharded
 from .plan import Plan
 
 # GPUs to plan for: by name, profiles or GPUs of this process; and as users give them.

@@ -122,7 +122,7 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
     for kind, way, what in todo:
         if time.monotonic() > end:
             break
-        choice, taken, seconds = {**best, kind.spec: way}, False, None
+        choice, other, taken, seconds = {**best, kind.spec: way}, program, False, None
         try:
             other = _Program.of(function, args, choice)
             now, seconds = _in_turns(program, other)

@@ -95,14 +95,16 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         named.append(found)
     for offsets, names in with_offsets(spec).items():
         rows = [[ids[n, axis] for axis in range(1, len(spec.tensor(n).shape))] for n in names]
-        alone = all(port in call.node.offsets.values() for call, port in _reads(spec)[offsets])
+        alone = all(
+            port in call.node.indices.offsets.values() for call, port in _reads(spec)[offsets]
+        )
         alike = len({spec.tensor(n).shape[1:] for n in names}) == 1
         if alone and alike and offsets in spec.inputs:
             classes.join_all(*rows)
         else:
             classes.keep_whole(*(axis for row in rows for axis in row))
     for tensor in spec.tensors:
-        classes.apart(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
+        classes.keep_diagonals_whole(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
     sets: dict[int, set[tuple[str, int]]] = {}
     for axis, known in ids.items():
         if known is not None:
@@ -160,7 +162,7 @@ def with_offsets(spec: GraphSpec) -> Mapping[str, set[str]]:
     found: dict[str, set[str]] = {}
     for call in spec.calls:
         at = dict((*call.inputs, *call.outputs))
-        for array, offsets in call.node.offsets.items():
+        for array, offsets in call.node.indices.offsets.items():
             if array in at and offsets in at:
                 found.setdefault(at[offsets], set()).add(at[array])
     return found
@@ -172,14 +174,14 @@ def drawing(spec: GraphSpec) -> Mapping[int, Draws]:
     index: those with an offset that they alone read, for one batch."""
     found, reads = {}, _reads(spec)
     for i, call in enumerate(spec.calls):
-        at = dict(call.inputs)
-        draws = call.node.draws({port: spec.tensor(name).shape for port, name in call.inputs})
-        if draws is not None and at[draws.offset] in spec.inputs:
+        at, draws = dict(call.inputs), call.node.draws
+        if call.is_paired and draws and at.get(draws.offset) in spec.inputs:
+            batch, _ = draws.axes[0]
             others = [
-                dict(other.inputs).get(draws.batch) if port == draws.offset else None
+                dict(other.inputs).get(batch) if port == draws.offset else None
                 for other, port in reads[at[draws.offset]]
             ]
-            if {*others} == {at[draws.batch]}:
+            if {*others} == {at[batch]}:
                 found[i] = draws
     return found
 
@@ -200,7 +202,8 @@ def _of_drawing(
     the drawn array is sharded along its batch alone."""
     words = draws.seed, draws.offset
     given = tuple(port for port in inputs if port[0] not in words)
-    for local in _of_node(node, (*given, (draws.drawn, draws.shape, "float32")), outs):
+    shape = draws.shape({port: shape for port, shape, _ in inputs})
+    for local in _of_node(node, (*given, (draws.drawn, shape, "float32")), outs):
         drawn = {axis for port, axis in local.axes if port == draws.drawn}
         axes = tuple(at for at in local.axes if at[0] != draws.drawn)
         yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))
@@ -224,7 +227,7 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
                 if size != 1
             )
     trace, values = _traced(node, inputs, outs)
-    trace.settle()
+    trace.resolve()
     classes, sets = trace.classes, {}
     for port, x in values.items():
         for axis, known in enumerate(x.axes):
@@ -285,7 +288,7 @@ def _of_partial(
     assert over is not None
     for port, kind in given:
         values[port].partial[over] = kind
-    trace.settle()
+    trace.resolve()
     return None if trace.classes.whole(over) else dict(_partial(values, outs, over))
 
 
@@ -301,14 +304,14 @@ def _traced(
     """The steps of a node's reference, and the values at its ports."""
     trace = Trace(Classes())
     values = {port: trace.value(shape) for port, shape, _ in inputs}
-    for port in node.offsets.values():
+    for port in node.indices.offsets.values():
         if port in values:
             values[port].is_offset = True
     assert not values.keys() & {port for port, *_ in outs}, node
 
     def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         named = dict(zip(values, arrays, strict=True))
-        return node.reference(**named) if node.product else applied(node, named)
+        return node.reference(**named) if node.anchor.product else applied(node, named)
 
     # With explicit axes, jnp adds operations for them.
     no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -334,7 +337,7 @@ def _traced(
             rank = min(len(a), len(b))
             trace.classes.join_all(a[len(a) - rank :], b[len(b) - rank :])
     for x in values.values():
-        trace.classes.apart(x.axes)
+        trace.classes.keep_diagonals_whole(x.axes)
     return trace, values
 
 

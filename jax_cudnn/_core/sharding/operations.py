@@ -57,7 +57,7 @@ class Classes:
         for root in self.roots(axes):
             self._whole[root] = True
 
-    def apart(self, axes: Iterable[int | None]) -> None:
+    def keep_diagonals_whole(self, axes: Iterable[int | None]) -> None:
         """Keeps a set whole that has two axes of one array: shards would be diagonal blocks."""
         roots = self.roots(axes)
         if len({*roots}) < len(roots):

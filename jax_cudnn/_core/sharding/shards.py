@@ -43,22 +43,22 @@ def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphS
     from ..planning.split import part
 
     sums = frozenset(name for factor in sharded for name in factor.ahead)
-    needs, later, narrow = {*sums}, set(), _narrow(spec)
+    needs, dependent, narrow = {*sums}, set(), _narrow(spec)
     for i, call in enumerate(spec.calls):
         if needs & {name for _, name in call.inputs}:
             needs |= {name for _, name in call.outputs}
-            later.add(i)
-    if not later:
+            dependent.add(i)
+    if not dependent:
         return spec, None
     if narrow:
         tensors = (replace(t, dtype=narrow) if t.name in sums else t for t in spec.tensors)
         spec = replace(spec, tensors=(*tensors,))
-    return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
+    return part(spec, {*range(len(spec.calls))} - dependent), part(spec, dependent)
 
 
 def _narrow(spec: GraphSpec) -> str:
     """bfloat16 if all operands of products and all results are, else "": a part of a sum may be
     out of the range of float16."""
-    read = {name for call in spec.calls if call.node.product for _, name in call.inputs}
+    read = {name for call in spec.calls if call.node.anchor.product for _, name in call.inputs}
     kinds = {spec.tensor(name).dtype for name in (*read, *spec.outputs)}
     return "bfloat16" if kinds == {"bfloat16"} else ""

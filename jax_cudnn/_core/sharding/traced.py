@@ -134,17 +134,17 @@ class Trace:
 
     # -- partial sums ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Determines partial sums, and keeps whole what no rule shards."""
-        self._settle(self.steps)
+        self._resolve(self.steps)
 
-    def _settle(self, steps: list[_Step]) -> None:
+    def _resolve(self, steps: list[_Step]) -> None:
         for step in steps:
             if step.body is not None:
-                self._settle_loop(step, step.body.steps)
+                self._resolve_loop(step, step.body.steps)
                 continue
             for x in (*step.ins, *step.outs):
-                self.classes.apart(x.axes)
+                self.classes.keep_diagonals_whole(x.axes)
             reduced: dict[int, str] = {}
             for axis, how in step.reduced:
                 if axis is not None:
@@ -177,12 +177,12 @@ class Trace:
             return kind if alone or step.name == kind else None
         return kind if step.name == f"reduce_{kind}" else None
 
-    def _settle_loop(self, step: _Step, body: list[_Step]) -> None:
+    def _resolve_loop(self, step: _Step, body: list[_Step]) -> None:
         init, inside, made, carried = step.loop
         for outer, inner in zip(init, inside, strict=True):
             inner.partial = dict(outer.partial)
         for _ in range(2):
-            self._settle(body)
+            self._resolve(body)
             for outer, inner, after in zip(init, inside, made, strict=False):
                 for root in {*inner.partial, *after.partial} if inner in inside[:carried] else ():
                     how = after.partial.get(root)

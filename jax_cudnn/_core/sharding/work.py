@@ -81,13 +81,13 @@ class Work:
 def work(
     spec: GraphSpec,
     given: tuple[Sharding, ...],
-    asked: tuple[Sharding, ...],
+    wanted: tuple[Sharding, ...],
     mesh: tuple[tuple[str, int], ...],
     sums: bool = True,
 ) -> Work:
     """What each device does for operands with these shardings, and results that should have those
-    of ``asked``, if any. Without ``sums``, what devices would add up is gathered."""
-    sizes, goal = dict(mesh), dict(zip(spec.outputs, asked, strict=False))
+    of ``wanted``, if any. Without ``sums``, what devices would add up is gathered."""
+    sizes, goal = dict(mesh), dict(zip(spec.outputs, wanted, strict=False))
     at = _At(sizes, dict(zip(spec.inputs, given, strict=True)))
     stages: list[tuple[tuple[Move, ...], GraphSpec]] = []
     operands: tuple[Sharding, ...] = ()
@@ -133,10 +133,11 @@ def _placed(
             made[offsets] = Move(offsets, "divide", (), step=shards)
     for i, draws in drawing(spec).items():
         at = dict(spec.calls[i].inputs)
-        axes, *_ = _sharding(chosen, spec.tensor(at[draws.batch]))
+        axes, *_ = _sharding(chosen, spec.tensor(at[draws.axes[0][0]]))
         if axes:
-            name, shard = at[draws.offset], draws.shape[0] // size_of(axes, sizes)
-            made[name] = Move(name, "advance", axes, step=draws.step * shard)
+            batch, each, *_ = draws.shape({port: spec.tensor(n).shape for port, n in at.items()})
+            name, shard = at[draws.offset], batch // size_of(axes, sizes)
+            made[name] = Move(name, "advance", axes, step=draws.step * each * shard)
     return (*made.values(),)
 
 
@@ -195,7 +196,7 @@ def _chosen(
         if not (factor.ahead and spec.is_paired)  # one place for the graphs of a family
         for at in factor.axes
     }
-    anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
+    anchored = {name for call in spec.anchors for _, name in call.inputs}
     given = sorted(spec.input_tensors, key=lambda t: (t.name not in anchored, -t.nbytes))
     sides = [(t, have[t.name]) for t in given]
     sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]
@@ -246,7 +247,7 @@ def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None)
     axis of the largest operand, which is likely to be sharded."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
-    if not spec.inputs or any(call.node.product for call in spec.calls):
+    if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
         return False
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
     if types is None:

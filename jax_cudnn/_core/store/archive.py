@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..errors import JaxCudnnError
 from .cache import PlanCache
-from .entry import LARGEST, NAME, STEPS, Content, Unusable, checks, decode, read
+from .entry import LARGEST, NAME, STEPS, Check, Content, Unusable, decode, read
 
 
 class Imported(NamedTuple):
@@ -75,9 +75,9 @@ def _check_regular(path: Path, link: bool = False) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
+def import_(cache: PlanCache, path: str | os.PathLike[str], check: Check) -> Imported:
     """Imports the entries of an archive that pass the same checks as files of the cache, and whose
-    values fit their keys, see ``entry.checks``.
+    values fit their keys, as ``check`` finds.
 
     Names in the archive are compared, never used as paths; nothing is decompressed by the rules
     of the archive. A plan is code for the GPU: import only what you trust, see ``entry.py``.
@@ -101,11 +101,11 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
         for member in members:
             try:
                 content = _content(archive, member)
-                _check(content)
+                check(content)
                 if content.key == STEPS:
                     cache.update(*content)
                     taken += 1
-                elif _takes(cache, content):
+                elif _takes(cache, content, check):
                     taken += 1
                 else:
                     present += 1
@@ -119,31 +119,18 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
     return Imported(taken, present, refused, lost)
 
 
-def _check(content: Content) -> None:
-    for check in checks:
-        check(content)
-
-
-def _takes(cache: PlanCache, content: Content) -> bool:
-    """Writes an entry that the cache does not have, or that a whole step has chosen."""
-    over = False
-    if _is_present(cache, content.key):
-        over = bool(content.value.get("step")) and not (cache.get(content.key) or {}).get("step")
-        if not over:
-            return False
-    return cache.add(content, over) is None
-
-
-def _is_present(cache: PlanCache, key: str) -> bool:
-    """Whether the cache has the key; an unusable value is removed."""
-    value = cache.get(key)
+def _takes(cache: PlanCache, content: Content, check: Check) -> bool:
+    """Writes an entry that the cache does not have, or that a whole step has chosen; an unusable
+    value in its place is removed."""
+    there = cache.get(content.key)
     try:
-        if value is not None:
-            _check(Content(key, value, ""))
+        if there is not None:
+            check(content._replace(value=there))
     except Unusable as error:
-        cache.discard(key, str(error))
-        return False
-    return value is not None
+        cache.discard(content.key, str(error))
+        there = None
+    over = there is not None and bool(content.value.get("step")) and not there.get("step")
+    return (there is None or over) and cache.add(content, over) is None
 
 
 _COUNT = re.compile(rb"(\d{1,9}) entries")

@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import settings
-from .entry import NAME, Content, Unusable, checks, decode, encode, file_name, read
+from .entry import NAME, Check, Content, Unusable, decode, digest, encode, read
 
 log = logging.getLogger("jax_cudnn")
 
@@ -82,7 +82,7 @@ class PlanCache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The value of a key, or None. Counts as a use."""
-        path = self.folder / file_name(key)
+        path = self.path(digest(key))
         try:
             value = decode(read(path), path.stem).value
         except (FileNotFoundError, NotADirectoryError):
@@ -101,7 +101,7 @@ class PlanCache:
 
     def discard(self, key: str, problem: str) -> None:
         """Removes an entry with an unusable value, so that another can replace it."""
-        path = self.folder / file_name(key)
+        path = self.path(digest(key))
         then = _remove(path)
         then = f"It cannot be deleted: {then}." if then else "A new plan replaces it."
         self._warn("entry", f"{path.name} is ignored ({problem}). {then}")
@@ -111,9 +111,7 @@ class PlanCache:
 
         If nothing can be written, that is ``value``, and this process stops writing.
         """
-        found = self.get(key)
-        if found is None:
-            found = self._add(Content(key, value, label))
+        found = self._add(Content(key, value, label))
         return value if found is None else found
 
     def replace(self, key: str, value: dict[str, Any], label: str = "") -> None:
@@ -149,7 +147,7 @@ class PlanCache:
 
         Raises OSError, and Unusable for an entry that is too large.
         """
-        data, path = encode(content), self.folder / file_name(content.key)
+        data, path = encode(content), self.path(digest(content.key))
         if len(data) > _FULL * self.limit:
             raise Unusable(f"too large: {len(data)} bytes, and the limit of all is {self.limit}")
         with contextlib.suppress(FileExistsError):  # a file: reported when it is used as a folder
@@ -181,7 +179,7 @@ class PlanCache:
         """The file of the entry whose key has this digest."""
         return self.folder / f"{digest}.plan"
 
-    def entries(self, checks: Iterable[Callable[[Content], object]] = ()) -> list[Entry]:
+    def entries(self, check: Check | None = None) -> list[Entry]:
         """All entries, read and checked, most recently used first."""
         found = []
         for name, status in self._files():
@@ -190,7 +188,7 @@ class PlanCache:
                 try:
                     content = decode(read(self.folder / name), stem)
                     label = content.label
-                    for check in checks:
+                    if check is not None:
                         check(content)
                 except FileNotFoundError:
                     continue  # deleted just now
@@ -199,10 +197,9 @@ class PlanCache:
                 found.append(Entry(stem, label, status.st_size, status.st_mtime, problem))
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
-    def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
-        """The number of entries, and the unusable ones; deletes the latter with ``delete``. Values
-        are checked against their keys, see ``entry.checks``."""
-        entries = self.entries(checks)
+    def verify(self, check: Check, delete: bool = False) -> tuple[int, list[Entry]]:
+        """The number of entries, and the unusable ones; deletes the latter with ``delete``."""
+        entries = self.entries(check)
         unusable = [entry for entry in entries if entry.problem]
         for i, entry in enumerate(unusable if delete else ()):
             if why := _remove(self.path(entry.digest)):

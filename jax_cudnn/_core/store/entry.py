@@ -39,19 +39,13 @@ class Content(NamedTuple):
     label: str
 
 
-checks: list[Callable[[Content], object]] = []
-"""Those of planning, once it is imported: each raises Unusable for an entry whose value does not
-fit its key."""
+Check = Callable[[Content], object]
+"""Raises Unusable for an entry whose value does not fit its key."""
 
 
 def digest(key: str) -> str:
     """The name of a key's entry: its SHA-256, in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def file_name(key: str) -> str:
-    """That of a key's entry."""
-    return f"{digest(key)}.plan"
 
 
 def encode(content: Content) -> bytes:

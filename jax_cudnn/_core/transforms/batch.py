@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph.by_reference import Batched
-from ..graph.node import BY_REFERENCE, LEAD, Fold, Node
+from ..graph.node import BY_REFERENCE, LEAD, Fold
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
 from .derivation import Derivation, vocabulary
@@ -38,7 +38,7 @@ def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived,
     Raises:
         NoFold: a node cannot take another dimension.
     """
-    ways = [_ways(spec, call) for call in spec.calls if call.node.anchor]
+    ways = [_ways(spec, call) for call in spec.anchors]
     few = math.prod(ways) <= _MOST
     combinations = itertools.product(*map(range, ways)) if few else [None]
     attempts = (_Attempt(spec, size, batched, choice) for choice in combinations)
@@ -53,11 +53,16 @@ def _ways(spec: GraphSpec, call: Call) -> int:
     subsets = itertools.chain.from_iterable(
         itertools.combinations(ports, n) for n in range(1, len(ports) + 1)
     )
-    folds = max(
-        sum(fold is not BY_REFERENCE for fold in call.node.folds(frozenset(s), 1, tensors))
-        for s in subsets
-    )
-    return max(folds, 1) + (type(call.node).vmapped is not Node.vmapped)
+    found = [_split(call.node.folds(frozenset(s), 1, tensors)) for s in subsets]
+    return max(1, *(len(folds) for folds, *_ in found)) + any(other for _, other, _ in found)
+
+
+def _split(found: Iterable[Fold]) -> tuple[list[Fold], Fold | None, bool]:
+    """A node's folds, that to other nodes, and whether XLA may compute the batched node by its
+    reference."""
+    found = [*found]
+    folds = [fold for fold in found if fold is not BY_REFERENCE and fold.computed is None]
+    return folds, next((f for f in found if f.computed is not None), None), BY_REFERENCE in found
 
 
 @dataclass(frozen=True)
@@ -128,13 +133,15 @@ class _Attempt:
                 self._forms[name] = {_Form(): x}
             self._computed |= {name for _, name in call.outputs}
             return
-        folds, by_reference = self._folds(call, ports, tensors)
+        folds, other, by_reference = _split(call.node.folds(ports, self.size, tensors))
+        folds = self._sorted(call, ports, folds, tensors)
         movable = [port for port, name in call.inputs if self.spec.tensor(name).value is None]
-        if len(ports) == len(movable) or not folds:
+        if other is not None and (len(ports) == len(movable) or not folds):
             front = sum(self._cost(name, _Form(LEAD)) for _, name in call.inputs)
             prices = [self._price(call, ports, fold, tensors) for fold in folds]
-            wanted = choice == len(folds) if choice is not None else front < min(prices, default=0)
-            if wanted and self._map(call, tensors):
+            if choice == len(folds) if choice is not None else front < min(prices, default=0):
+                self.price += front
+                self._map(call, other, tensors)
                 return
         if choice is not None:
             self.applies &= choice < max(len(folds), 1)  # none: by reference, or not at all
@@ -159,34 +166,29 @@ class _Attempt:
             self.batched.add(name)
             self._computed.add(name)
 
-    def _map(self, call: Call, tensors: Mapping[str, Tensor]) -> bool:
-        """Adds the call as other nodes, with a leading dimension; False if there are none."""
-        if type(call.node).vmapped is Node.vmapped:
-            return False
+    def _map(self, call: Call, fold: Fold, tensors: Mapping[str, Tensor]) -> None:
+        """Adds the call as other nodes, with a leading dimension."""
+        assert fold.computed is not None
         front = _Form(LEAD)
-        price = sum(self._cost(name, front) for _, name in call.inputs)
-        inputs = {port: self._get(name, front) for port, name in call.inputs}
-        made = call.node.vmapped(self.g, self.size, inputs, tensors)
-        if made is None:
-            return False
-        self.price += price
+        made = fold.computed(self.g, {port: self._get(name, front) for port, name in call.inputs})
         for port, name in call.outputs:
             self._forms[name] = {front: self.g.rounded(made[port], tensors[port].dtype)}
             self.batched.add(name)
             self._computed.add(name)
-        return True
 
-    def _folds(
-        self, call: Call, ports: frozenset[str], tensors: Mapping[str, Tensor]
-    ) -> tuple[list[Fold], bool]:
-        """A node's folds, and whether XLA may compute the batched node by its reference. Of equally
-        cheap folds the first is chosen, so those come first that its operands already have."""
+    def _sorted(
+        self,
+        call: Call,
+        ports: frozenset[str],
+        folds: Sequence[Fold],
+        tensors: Mapping[str, Tensor],
+    ) -> list[Fold]:
+        """The folds that apply. Of equally cheap folds the first is chosen, so those come first
+        that the node's operands already have."""
         read = {port for port, name in call.outputs if name in self._read}
-        found = [*call.node.folds(ports, self.size, tensors)]
-        by_reference = BY_REFERENCE in found
-        folds = [f for f in found if f is not BY_REFERENCE and read.isdisjoint(f.summed)]
+        folds = [fold for fold in folds if read.isdisjoint(fold.summed)]
         if call.node.anchor:
-            return folds, by_reference
+            return folds
         named = {port: self._forms[name] for port, name in call.inputs}
         # In the order of the ports, which is not that of a set: all processes make one program.
         known = [port for port, _ in call.inputs if port in ports]
@@ -195,7 +197,7 @@ class _Attempt:
         def unlike(fold: Fold) -> tuple[bool, ...]:
             return tuple(_Form(fold.axes[port]) not in named[port] for port in largest)
 
-        return sorted(folds, key=unlike), by_reference
+        return sorted(folds, key=unlike)
 
     def _needed(
         self, call: Call, ports: frozenset[str], fold: Fold, tensors: Mapping[str, Tensor]

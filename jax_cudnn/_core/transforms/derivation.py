@@ -61,7 +61,7 @@ class Derivation(GraphBuilder):
         results = self._append(node, {port: x._state for port, x in given})
         results = results if isinstance(results, tuple) else (results,)
         given = inputs.values()
-        if node.anchor and node.anchor.keeps_dtypes:
+        if node.anchor.keeps_dtypes:
             for x in results:
                 self.fixed(x, x._state.dtype)
         elif node.algebra.moves:

@@ -16,7 +16,7 @@ from ..._core.graph.dtypes import wide_dtype
 from ..arguments import array, floating, int32, number
 from . import extras
 from .base import BOTTOM_RIGHT, TOP_LEFT
-from .bias import nonempty
+from .bias import LENGTHS, clipped_lengths
 from .reference import Band, bound
 from .score_mod.value import ScoreMod, check_function
 from .score_mod.written import written
@@ -25,7 +25,8 @@ BY_TOKEN = (0, 2, 1, 3)
 """(B, H, S, D) in the memory layout of (B, S, H, D), and back."""
 Aval = jax.Array | jax.ShapeDtypeStruct
 _SCORES = "B, N, T, S"
-Lengths = tuple[jax.Array, jax.Array] | None
+Lengths = Sequence[jax.Array]
+"""Those of queries and of keys, (B, 1, 1, 1), or neither."""
 
 # -- query, key and value --------------------------------------------------------------------------
 
@@ -174,29 +175,19 @@ def integers(
     return x
 
 
-def static_integer(name: str, x: Any) -> int:
-    if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
-        raise GraphError(
-            f"{name} is not valid",
-            expected="a Python integer of at least 1",
-            got=shown(x),
-            why="it is static: each value needs its own plan",
-        )
-    return int(x)
-
-
 def lengths_of(scores: Shape, queries: Any, keys: Any) -> Lengths:
-    """Both lengths as (B, 1, 1, 1) and in range; None if neither is given."""
+    """Both lengths, in range; none if neither is given."""
     if queries is None and keys is None:
-        return None
-    found, (batch, _, *most) = [], scores
+        return ()
+    batch, _, *most = scores
     named = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
-    for (name, given), count in zip(named.items(), most, strict=True):
+    found = {}
+    for port, (name, given), count in zip(LENGTHS, named.items(), most, strict=True):
         if given is None:
             given = jnp.full(batch, count, jnp.int32)
         given = integers(name, given, (batch,), ", one length per batch element")
-        found.append(jnp.clip(given, 0, count).reshape(batch, 1, 1, 1))
-    return nonempty(most[0], *found)
+        found[port] = given.reshape(batch, 1, 1, 1)
+    return tuple(clipped_lengths(scores, found).values())
 
 
 # -- operands that broadcast to the scores ---------------------------------------------------------
@@ -276,7 +267,7 @@ def modification(
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
         found.append(x.astype(kind) if x.dtype.itemsize == 8 else x)
-    mod, read = written(function, found, scores, band, lengths or (), tuple(truths), kind=kind.name)
+    mod, read = written(function, found, scores, band, lengths, tuple(truths), kind=kind.name)
     return mod, tuple(read)
 
 

@@ -14,20 +14,24 @@ from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import (
     NUMBERS_ONLY,
     ROW_MAJOR,
+    About,
     Anchor,
     Draws,
     Engines,
     Fold,
+    Indices,
     Node,
     OtherForm,
     Seen,
+    Work,
     frozen,
+    matched,
 )
 from ..._core.reasons import Reason
 from . import extras
-from .bias import LENGTHS, HasBias, check_int32
+from .bias import LENGTHS, HasBias, HasLengths, check_int32
 from .reference import Attention, Band, bound
-from .score_mod.value import folds, is_operand
+from .score_mod.value import is_operand
 from .score_mod.written import prepared
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ _REQUIRES = (
     "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
     "sizes that are multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
+_GIVEN_MASK = "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
 
 
 @frozen
@@ -49,11 +54,7 @@ class Deterministic(Node):
 
     use_deterministic_algorithm: bool = False
 
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.use_deterministic_algorithm
-
-    def as_deterministic(self) -> Node:
+    def deterministic(self) -> Node | None:
         return dataclasses.replace(self, use_deterministic_algorithm=True)
 
 
@@ -129,15 +130,16 @@ def odd_heads(tensors: Mapping[str, Tensor]) -> Reason | None:
 
 def batch_folds(
     batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
-) -> Iterable[Fold]:
-    """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
-    stays shared if possible."""
-    bias = tensors.get("bias")
-    shared = bias is not None and bias.shape[0] == 1
-    if shared and "bias" not in batched and "dBias" not in tensors:
-        yield Fold(dict.fromkeys({*ports} - {"bias"}, 0))
-    if bias is None or bias.shape[0] == tensors[queries].shape[0]:
-        yield Fold(dict.fromkeys(ports, 0))
+) -> Iterable[dict[str, int]]:
+    """The ways to fold a vmap dimension into the batch of these ports; a bias and operands of
+    score_mod that the batch shares stay shared if possible, except for a bias whose gradient is
+    wanted."""
+    one = {p for p in ports if (p == "bias" or is_operand(p)) and tensors[p].shape[0] == 1}
+    shared = one - {*batched} - ({"bias"} if "dBias" in tensors else set())
+    for kept in (shared, set()) if shared else (shared,):
+        mapped = [port for port in ports if port not in kept]
+        if mapped and all(tensors[p].shape[0] == tensors[queries].shape[0] for p in mapped):
+            yield dict.fromkeys(mapped, 0)
 
 
 _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
@@ -181,7 +183,7 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 
 
 @frozen
-class AttentionBase(Node):
+class AttentionBase(HasLengths):
     """What attention nodes of all dtypes share. ``bounds`` names the fields with the bounds of the
     diagonal band, whose names differ between pygraph's methods."""
 
@@ -192,7 +194,6 @@ class AttentionBase(Node):
         broadcasts=NUMBERS_ONLY,
         order=ROW_MAJOR,
     )
-    selecting = LENGTHS[:1]
     bounds: ClassVar[tuple[str, str]] = ("diagonal_band_left_bound", "diagonal_band_right_bound")
     compute_dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
@@ -225,8 +226,9 @@ class AttentionBase(Node):
     def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
         return super().layout(tensors, order)._replace(separate=True)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
+    def work(self, tensors: Tensors) -> Work:
+        q, v = tensors["q"].shape, tensors["v"].shape
+        return Work(self.band.flops(q, v, "dO" in tensors), self.method)
 
     def keywords(self) -> dict[str, Any]:
         """Without an alignment of no band, and without unset flags, some of which older frontends
@@ -259,9 +261,11 @@ class SdpaBase(AttentionBase, HasBias):
     """The base of sdpa and sdpa_backward."""
 
     dtypes = FLOATS
-    requires = _REQUIRES
-    selecting = (LENGTHS[0], "block_mask")
-    rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
+    about = About(
+        requires=_REQUIRES,
+        rounding="16-bit weights in the second product; sums, maxima and exponentials in float32",
+    )
+    indices = Indices(LENGTHS, selecting=(LENGTHS[0], "block_mask"))
     compute_dtypes = ("float32", "float64")
 
     diagonal_band_left_bound: int | None = None
@@ -271,8 +275,8 @@ class SdpaBase(AttentionBase, HasBias):
     score_mod: Any = None
 
     @property
-    def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.dropout_probability is not None
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.dropout_probability is None else extras.DRAWS
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -288,33 +292,14 @@ class SdpaBase(AttentionBase, HasBias):
         rate = extras.probability(attributes.get("dropout_probability"))
         return super().create(**{**attributes, "dropout_probability": rate})
 
-    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        check_int32(inputs, LENGTHS)
-        other = (*LENGTHS, *extras.RAW)
-        return super().sizes(
-            {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
-        )
-
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        self.sizes(inputs)
+        check_int32(inputs, LENGTHS)
+        raw = {*LENGTHS, *extras.RAW}
+        matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)
         extras.check(self, inputs)
-
-    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
-        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
-
-    def redrawn(self, made: Mapping[str, str]) -> tuple[Collection[str], Node]:
-        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
-        return ("dropout_mask",) if drawn else (), self
-
-    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
-        if "seed" not in shapes:
-            return None
-        (b, h, queries, _), keys = shapes["q"], shapes["k"][2]
-        mask = "dropout_mask", (b, h, queries, keys)
-        return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
@@ -324,7 +309,7 @@ class SdpaBase(AttentionBase, HasBias):
         if reason := super().support(tensors, graph):
             return reason
         if self.score_mod is None:
-            return extras.refusal(tensors)
+            return Reason(_GIVEN_MASK) if "dropout_mask" in tensors else None
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
             return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")
@@ -359,12 +344,12 @@ class SdpaBase(AttentionBase, HasBias):
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
-        ports = extras.folds(batched, tensors)
-        if ports and self.score_mod is None:
-            yield from batch_folds(batched, tensors, ports, "q")
-        elif ports and self.score_mod is not None:
-            further = {port: tensors[port] for port in ports}
-            for axes in folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors)):
+        if self.score_mod is not None and self.score_mod.counts_examples:
+            return
+        for axes in batch_folds(batched, tensors, extras.folds(batched, tensors), "q"):
+            if self.score_mod is None:
+                yield Fold(axes)
+            else:
                 mod = self.score_mod.folded(size, axes)
                 yield Fold(axes, dataclasses.replace(self, score_mod=mod))
 

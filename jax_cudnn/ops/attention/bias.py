@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Edge, Engines, Node, Seen, View, frozen
+from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
 from ..._core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -43,23 +43,18 @@ def check_int32(inputs: Mapping[str, Tensor], ports: Sequence[str]) -> None:
             )
 
 
-def nonempty(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths such that cuDNN writes all results, and zeros where a batch element has no
-    queries or no keys: among several queries it leaves them unwritten without keys, but not without
-    queries; a single one (``count``) it computes whatever its length, and is zero without keys."""
+def clipped_lengths(scores: Shape, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Both lengths in the bounds of the scores, and such that cuDNN writes all results, and zeros
+    where a batch element has no queries or no keys: among several queries it leaves them unwritten
+    without keys, but not without queries; a single one it computes whatever its length, and is zero
+    without keys."""
+    count, most = scores[_QUERIES:]
+    queries, keys = jnp.clip(given[LENGTHS[0]], 0, count), jnp.clip(given[LENGTHS[1]], 0, most)
     if isinstance(count, int) and count == 1:
-        return queries, jnp.where(queries <= 0, 0, keys)
-    none = keys <= 0
-    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
-
-
-def clipped_lengths(
-    given: Mapping[str, jax.Array], queries: Any, keys: Any
-) -> dict[str, jax.Array]:
-    """The lengths by port, clipped to these numbers of tokens, and :func:`nonempty`."""
-    both = zip(LENGTHS, (queries, keys), strict=True)
-    ends = nonempty(queries, *(jnp.clip(given[port], 0, most) for port, most in both))
-    return dict(zip(LENGTHS, ends, strict=True))
+        keys = jnp.where(queries <= 0, 0, keys)
+    else:
+        queries, keys = jnp.where(keys <= 0, 0, queries), jnp.where(keys <= 0, 1, keys)
+    return dict(zip(LENGTHS, (queries, keys), strict=True))
 
 
 def whole(bias: Shape, scores: Shape) -> Shape:
@@ -68,13 +63,27 @@ def whole(bias: Shape, scores: Shape) -> Shape:
 
 
 @frozen
-class HasBias(Node):
-    """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
-    ``dBias`` in the backward pass."""
+class HasLengths(Node):
+    """An attention node with ports ``seq_len_q`` and ``seq_len_kv``."""
+
+    indices = Indices(LENGTHS, selecting=LENGTHS[:1])
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
-        raise NotImplementedError
+        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
+
+    def boundary(self, tensors: Tensors) -> Edge:
+        return Edge(clipped=functools.partial(self.clipped, tensors))
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Lengths clipped to the number of tokens."""
+        return clipped_lengths(self.scores(tensors), given)
+
+
+@frozen
+class HasBias(HasLengths):
+    """An attention node that also has a port ``bias``, and a result ``dBias`` in the backward
+    pass."""
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return tensors["k"].shape[1]
@@ -89,16 +98,8 @@ class HasBias(Node):
         return super().engines(tensors, graph)._replace(wrong=wrong)
 
     def boundary(self, tensors: Tensors) -> Edge:
-        return Edge(
-            shapes=self.stretched(tensors),
-            integers=LENGTHS,
-            clipped=functools.partial(self.clipped, tensors),
-            advice=functools.partial(self.advice, tensors),
-        )
-
-    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Lengths clipped to the number of tokens."""
-        return clipped_lengths(given, *self.scores(tensors)[_QUERIES:])
+        advice = functools.partial(self.advice, tensors)
+        return super().boundary(tensors)._replace(shapes=self.stretched(tensors), advice=advice)
 
     def check_bias(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError if the bias does not broadcast to the scores."""

@@ -4,9 +4,9 @@
 from an element's position: forward and backward passes draw the same mask. Head h of H of example b
 draws at an offset what the first one draws at the offset plus ``STEP * (b * H + h)`` (measured with
 cuDNN 9.19 on an H200), so a shard of the batch can draw its part of the mask. The reference draws
-other masks (with jax.random), so graphs with dropout are ``Node.paired``. Derivatives that XLA
-computes for cuDNN's forward pass do not draw: they read the mask that a forward pass writes
-(``rng_dump``).
+other masks (with jax.random), so a graph with dropout and its derivatives run in the same place
+(``Call.is_paired``). Derivatives that XLA computes for cuDNN's forward pass do not draw: they read
+the mask that a forward pass writes (``rng_dump``).
 
 **Block masks** are packed in bits: bit ``j`` of byte ``i`` says whether a tile of queries sees the
 keys of tile ``8 * i + j``.
@@ -24,8 +24,7 @@ import numpy as np
 
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.dtypes import wide_dtype
-from ..._core.graph.node import advanced
-from ..._core.reasons import Reason
+from ..._core.graph.node import Draws, advanced
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -41,6 +40,8 @@ NEEDS_OF_TILES = "a block mask requires a Blackwell GPU and cuDNN 9.26"
 WORDS = ("seed", "offset")
 STEP = 32
 """What cuDNN adds to the offset for each head of each example."""
+_SCORES = (("q", 0), ("q", 1), ("q", 2), ("k", 2))
+DRAWS = Draws(*WORDS, "dropout_mask", "RNG_DUMP", axes=_SCORES, step=STEP)
 RAW = (*WORDS, "block_mask")
 """Ports with integer dtypes."""
 SHARED = ("sink_token", "dSink_token")
@@ -108,16 +109,6 @@ def tiles(queries: int, keys: int, packed: bool = False) -> tuple[int, int]:
     """The numbers of tiles of queries and keys; with ``packed``, bytes for the latter."""
     columns = -(-keys // TILE)
     return -(-queries // TILE), -(-columns // BITS) if packed else columns
-
-
-# -- what cuDNN gets -------------------------------------------------------------------------------
-
-
-def refusal(inputs: Collection[str]) -> Reason | None:
-    """Why cuDNN does not run these operands, or None."""
-    if "dropout_mask" in inputs:
-        return Reason("a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset")
-    return None
 
 
 # -- the reference ---------------------------------------------------------------------------------
@@ -191,4 +182,4 @@ def folds(batched: frozenset[str], tensors: Tensors) -> Collection[str]:
     shared = {port for port in SHARED if port in tensors}
     if "seed" in tensors or "dropout_mask" in tensors or batched & shared:
         return ()
-    return () if "dSink_token" in tensors else tensors.keys() - shared
+    return () if "dSink_token" in tensors else [p for p in tensors if p not in shared]

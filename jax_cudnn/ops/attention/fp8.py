@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import Fold, Node, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..scaling import E4M3, E5M2
 from .base import LENGTHS, AttentionBase, Deterministic, read_again
@@ -45,6 +46,9 @@ class Fp8Base(AttentionBase):
     """The dtype of scales and descales."""
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
     """Ports that are neither fp8 nor scales, with their dtypes."""
+    rounded: ClassVar[Mapping[str, str]] = {}
+    """What the reference rounds, by the names of :class:`Fp8Attention`, with the operands whose
+    dtypes it takes."""
 
     def factor_shape(self, port: str, inputs: Mapping[str, Tensor]) -> Shape:
         """The shape of a scale or descale."""
@@ -84,6 +88,24 @@ class Fp8Base(AttentionBase):
         if not batched & common:
             yield Fold(dict.fromkeys({*tensors} - common, 0), summed=_AMAX)
 
+    def descaled(self, port: str, x: jax.Array, descale: jax.Array, backward: bool) -> jax.Array:
+        """An fp8 operand times its descale."""
+        return x.astype(jnp.float32) * descale
+
+    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        kinds: Any = {name: str(arrays[port].dtype) for name, port in self.rounded.items()}
+        attention = Fp8Attention(self.attn_scale, self.band, **kinds)
+        applied = {f"descale_{port}": port for port in arrays if f"descale_{port}" in arrays}
+        wide = {
+            port: x if port in LENGTHS else x.astype(jnp.float32)
+            for port, x in arrays.items()
+            if port not in applied
+        }
+        for name, port in applied.items():
+            wide[port] = self.descaled(port, arrays[port], arrays[name], "dO" in arrays)
+        found = attention.gradients(wide) if "dO" in arrays else attention.results(wide)
+        return tuple(found[port] for port in self.results)
+
     def is_common(self, port: str) -> bool:
         """Whether all batch elements share an operand."""
         return port.startswith(("scale_", "descale_"))
@@ -100,6 +122,7 @@ class Fp8Forward(Fp8Base):
     O, by default q's."""
 
     out: ClassVar[str] = ""
+    rounded: ClassVar = {"weights": "q"}
 
     @property
     def results(self: Any) -> tuple[str, ...]:
@@ -176,9 +199,8 @@ class SdpaFp8(Fp8Forward):
         q: (B, H, Sq, D) in fp8.
         k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
         v: (B, N, Skv, E) of q's dtype.
-        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
-        descale_k: the descale of k.
-        descale_v: the descale of v.
+        descale_q, descale_k, descale_v: the descales of q, k and v, (1, 1, 1, 1) in float32 like
+            all scales.
         descale_s: the descale of the weights, ``1 / scale_s``.
         scale_s: the scale of the weights; the largest finite fp8 value is safe, as weights are at
             most 1.
@@ -200,16 +222,16 @@ class SdpaFp8(Fp8Forward):
     """
 
     method = "sdpa_fp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "descale_s: *s, scale_s: *f, scale_o: *o, ?seq_len_q: *i, ?seq_len_kv: *j "
         "-> O: b h s e, Stats: *l, Amax_S: *x, Amax_O: *y"
     )
-    requires = (
-        "fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: up to "
-        "128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together"
+    about = About(
+        requires="fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: "
+        "up to 128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together",
+        rounding=_ROUNDING.format("weights"),
     )
-    rounding = _ROUNDING.format("weights")
     examples = (
         _example({"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)}, _FORWARD),
         _example(
@@ -226,11 +248,6 @@ class SdpaFp8(Fp8Forward):
     right_bound: int | None = None
     generate_stats: bool = True
     gradients = gradients
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
-        found = dict(zip(self.ports.output_names, made, strict=True))
-        return tuple(found[port] for port in self.results)
 
     def backward(self) -> Node:
         """The node that computes the gradients."""
@@ -255,24 +272,15 @@ class SdpaFp8Backward(Fp8Backward):
         o: O from ``sdpa_fp8``, (B, H, Sq, E) in fp8.
         dO: the gradient with respect to O, in fp8; float8_e5m2 has more range for it.
         stats: Stats from ``sdpa_fp8``, (B, H, Sq, 1) in float32.
-        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
-        descale_k: the descale of k.
-        descale_v: the descale of v.
-        descale_o: the descale of o.
-        descale_dO: the descale of dO.
+        descale_q, descale_k, descale_v, descale_o, descale_dO: the descales of these operands,
+            (1, 1, 1, 1) in float32 like all scales.
         descale_s: the descale of the weights, ``1 / scale_s``.
         descale_dP: the descale of dS, ``1 / scale_dP``.
         scale_s: as in ``sdpa_fp8``.
-        scale_dQ: the scale of dQ.
-        scale_dK: the scale of dK.
-        scale_dV: the scale of dV.
+        scale_dQ, scale_dK, scale_dV: the scales of the results.
         scale_dP: the scale of dS.
-        seq_len_q: as in ``sdpa_fp8``.
-        seq_len_kv: as in ``sdpa_fp8``.
-        attn_scale: as in ``sdpa_fp8``.
-        diagonal_alignment: as in ``sdpa_fp8``.
-        left_bound: as in ``sdpa_fp8``.
-        right_bound: as in ``sdpa_fp8``.
+        seq_len_q, seq_len_kv, attn_scale: as in ``sdpa_fp8``.
+        diagonal_alignment, left_bound, right_bound: as in ``sdpa_fp8``.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
 
     Returns: dQ, dK, dV of dO's dtype (or another by ``set_data_type``), and the largest absolute
@@ -281,18 +289,19 @@ class SdpaFp8Backward(Fp8Backward):
     """
 
     method = "sdpa_fp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, "
         "descale_q: *q, descale_k: *k, descale_v: *v, descale_o: *o, descale_dO: *p, "
         "descale_s: *s, descale_dP: *r, scale_s: *f, scale_dQ: *t, scale_dK: *u, scale_dV: *w, "
         "scale_dP: *z, ?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
         "amax_dQ: *a, amax_dK: *b, amax_dV: *c, amax_dP: *d"
     )
-    requires = (
-        "fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or 192 with "
-        "128); seq_len_q and seq_len_kv together"
+    about = About(
+        requires="fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or "
+        "192 with 128); seq_len_q and seq_len_kv together",
+        rounding=_ROUNDING.format("weights and their gradients"),
     )
-    rounding = _ROUNDING.format("weights and their gradients")
+    rounded: ClassVar = {"weights": "q", "slopes": "dO"}
     examples = (
         _example(
             {
@@ -316,7 +325,3 @@ class SdpaFp8Backward(Fp8Backward):
                 "pass the lengths as seq_len_q and seq_len_kv"
             )
         return super().support(tensors, graph)
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
-        return tuple(found[port] for port in self.results)

@@ -25,6 +25,7 @@ from .arguments import (
     scalar_scale,
     scores_of,
 )
+from .bias import LENGTHS
 from .fp8_tangent import Quantize
 from .reference import Band
 
@@ -53,7 +54,7 @@ def _placed(x):
 
 
 def _padding(lengths):
-    return {} if lengths is None else {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    return dict(zip(LENGTHS, lengths, strict=False))
 
 
 def _current(g, operands, scales, lengths, **attributes):
@@ -141,16 +142,11 @@ def dot_product_attention_fp8(
         key: (B, S, K, H) or (S, K, H), of query's dtype.
         value: (B, S, K, E) or (S, K, E), of query's dtype.
         scaling: the state of delayed scaling, or None.
-        scale: factor of the scores, by default ``H**-0.5``.
-        is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, the number of queries of each batch element; rows after
-            it are 0.
-        key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
-            finite.
-        local_window_size: (left, right), or one integer for both.
+        scale: factor of the scores, a Python scalar, by default ``H**-0.5``.
         bottom_right: align the last query with the last key; needs SM 100 or newer.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
-        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+        is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as in
+            :func:`dot_product_attention`.
+        implementation, options: likewise.
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype. NaN and infinite inputs do not affect the
     scales, and give NaN in the rows that depend on them. Gradients run in cuDNN's fp8 backward
@@ -192,7 +188,7 @@ def dot_product_attention_fp8(
     else:
         out = _delayed(kind, operands, lengths, scaling)
     out = jnp.swapaxes(out, 1, 2)
-    if lengths is not None:  # cuDNN 9.19 writes some rows after the last query on an H200
+    if lengths:  # cuDNN 9.19 writes some rows after the last query on an H200
         out = jnp.where(jnp.arange(out.shape[1]).reshape(1, -1, 1, 1) < lengths[0], out, 0)
     return out if had_batch else out[0]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..._core.graph.by_reference import derived_ports
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import EVEN_IF_STRICT, Node, frozen
+from ..._core.graph.node import EVEN_IF_STRICT, About, Node, frozen
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
 
 if TYPE_CHECKING:
@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from ..._core.transforms.derivation import Derivation
 
 
+class InXla(Node):
+    """An operation that cuDNN graphs lack, beside those for which the user asked."""
+
+    about = About(requires="runs in XLA: not an operation of cuDNN graphs")
+    xla_only = EVEN_IF_STRICT
+
+
 @frozen
-class Quantize(Node):
+class Quantize(InXla):
     """``scale * input`` in a dtype, with saturation; infinite values become NaN in fp8. It runs in
     XLA, which fuses it with adjacent operations. The derivative ignores the rounding and treats the
     scale as constant."""
 
     method = "quantize"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
-    xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("OUT_0",))
 
     dtype: str
@@ -61,13 +66,11 @@ class Quantize(Node):
 
 
 @frozen
-class Bounds(Node):
+class Bounds(InXla):
     """The largest absolute value and the largest norm of a token of ``scale * input``, apart from
     :class:`QuantizeGradient`: of shards they are largest values, too."""
 
     method = "bounds"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
-    xla_only = EVEN_IF_STRICT
     ports = derived_ports(("input", "scale"), ("size", "norm"))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -86,7 +89,7 @@ class Bounds(Node):
 
 
 @frozen
-class QuantizeGradient(Node):
+class QuantizeGradient(InXla):
     """The gradient with respect to O in fp8, and the scales for cuDNN's backward pass.
 
     ``scale_dO`` follows from the gradient's largest absolute value. The others follow from bounds,
@@ -98,8 +101,6 @@ class QuantizeGradient(Node):
     """
 
     method = "quantize_gradient"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
-    xla_only = EVEN_IF_STRICT
 
     attn_scale: float
     queries: int
@@ -107,7 +108,7 @@ class QuantizeGradient(Node):
     """The largest number of the dtype of q and k."""
     dtype: str = E5M2
     results_ = (
-        "dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
+        "dO", "scale_dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
         "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
     )  # fmt: skip
     ports = derived_ports(
@@ -145,28 +146,10 @@ class QuantizeGradient(Node):
         """Scales are constants: later operations divide by them."""
         if "grad" not in tangents:
             return {}
-        to = Quantize("float32")
-        along = g.apply(to, input=tangents["grad"], scale=inputs["scale_o"])[0]
-        return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
-
-
-@frozen
-class Unscale(Node):
-    """``input / descale`` in float32."""
-
-    method = "unscale"
-    requires = "runs in XLA: not an operation of cuDNN graphs"
-    xla_only = EVEN_IF_STRICT
-    ports = derived_ports(("input", "descale"), ("OUT_0",))
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        return {"OUT_0": (inputs["input"].shape, "float32")}
-
-    def reference(self, *, input: jax.Array, descale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (input.astype(jnp.float32) / descale.astype(jnp.float32),)
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {"input"}
+        along = tangents["grad"]
+        for scale in (inputs["scale_o"], outputs["scale_dO"]):
+            (along,) = g.apply(Quantize("float32"), input=along, scale=scale)
+        return {"dO": along}
 
 
 def _largest(x: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from .arguments import (
     scaled,
     scores_of,
 )
+from .bias import LENGTHS
 from .masks import fill_with_mean, masked_bias
 from .reference import Band
 from .score_mod.value import listed
@@ -47,8 +48,7 @@ def _attention(
     for x in () if heads_first else (q, k, v):
         x.set_stride(packed_strides(x.shape, BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
-    if lengths is not None:
-        named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    named |= zip(LENGTHS, lengths, strict=False)
     if score_mod is not None:
         named |= {"score_mod": score_mod, "score_mod_operands": operands}
     out, statistic = g.sdpa(q, k, v, **named, **extras, **attributes)
@@ -209,9 +209,9 @@ def dot_product_attention(
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
         if alibi or sink is not None:  # XLA runs it, with separate band and lengths
-            limits = Band(), None
+            limits = Band(), ()
         else:  # they become part of the function
-            limits, lengths, seen = (band, lengths), None, Band()
+            limits, lengths, seen = (band, lengths), (), Band()
         score_mod, operands = modification(score_mod, operands, scores, dtype, *limits)
     bias, rows = masked_bias(
         bias, mask, scores, dtype, band, ends, block_mask=block_mask,

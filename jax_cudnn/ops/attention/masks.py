@@ -74,7 +74,7 @@ def fill_with_mean(
     if rows is None:
         return out, statistic
     count = value.shape[2]
-    if lengths is not None:
+    if lengths:
         _, keys = lengths
         value = jnp.where(jnp.arange(count).reshape(1, 1, count, 1) < keys, value, 0)
         count = keys

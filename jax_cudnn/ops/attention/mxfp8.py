@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import E8M0
 from ..._core.graph.node import frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..mxfp8 import dequantize_mxfp8, scales_shape
 from .base import AttentionBase
 from .fp8 import Fp8Backward, Fp8Base, Fp8Forward
-from .fp8_reference import MxAttention
 
 if TYPE_CHECKING:
     from ..._core.graph.spec import GraphSpec, Tensor
@@ -70,16 +68,8 @@ class BlockScaled(Fp8Base):
                 tensor.set_reordering_type(cudnn.tensor_reordering.F8_128x4)
         return super().emit(pygraph, tensors, common)
 
-    def dequantized(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """All operands except the scales, in float32."""
-        found = {}
-        for port, x in arrays.items():
-            if f"descale_{port}" in arrays:
-                axis = _along(port, "stats" in arrays)
-                found[port] = dequantize_mxfp8(x, arrays[f"descale_{port}"], axis)
-            elif not port.startswith("descale_"):
-                found[port] = x if port.startswith("seq_len") else x.astype(jnp.float32)
-        return found
+    def descaled(self, port: str, x: jax.Array, descale: jax.Array, backward: bool) -> jax.Array:
+        return dequantize_mxfp8(x, descale, _along(port, backward))
 
 
 @register
@@ -104,8 +94,7 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
         seq_len_kv: the number of keys; requires seq_len_q.
         attn_scale: factor of the scores.
         diagonal_alignment: as in ``sdpa``.
-        diagonal_band_left_bound: as in ``sdpa``.
-        diagonal_band_right_bound: as in ``sdpa``.
+        diagonal_band_left_bound, diagonal_band_right_bound: as in ``sdpa``.
         generate_stats: whether to return Stats.
 
     Returns: O, (B, H, Sq, E) in bfloat16; Stats as in ``sdpa``; Amax_O, the largest absolute value
@@ -114,12 +103,14 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
     """
 
     method = "sdpa_mxfp8"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> O: b h s e, Stats: *l, Amax_O: *y"
     )
-    requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}"
-    rounding = "weights in fp8 in the second product; sums, maxima and exponentials in float32"
+    about = About(
+        requires=f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}",
+        rounding="weights in fp8 in the second product; sums, maxima and exponentials in float32",
+    )
     out = "bfloat16"
     bounds = AttentionBase.bounds
     examples = (
@@ -137,12 +128,6 @@ class SdpaMxfp8(BlockScaled, Fp8Forward):
     diagonal_band_left_bound: int | None = None
     diagonal_band_right_bound: int | None = None
     generate_stats: bool = True
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
-        made = attention.forward(self.dequantized(arrays))
-        found = dict(zip(self.ports.output_names, made, strict=True))
-        return tuple(found[port] for port in self.results)
 
 
 @register
@@ -166,17 +151,9 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
         dO: the same in fp8, blocks along E.
         dO_T: the same, blocks along the queries.
         stats: Stats from ``sdpa_mxfp8``, (B, H, Sq, 1) in float32.
-        descale_q: the scales of q from :func:`jax_cudnn.ops.quantize_mxfp8`.
-        descale_q_T: the scales of q_T.
-        descale_k: the scales of k.
-        descale_k_T: the scales of k_T.
-        descale_v: the scales of v.
-        descale_dO: the scales of dO.
-        descale_dO_T: the scales of dO_T.
-        seq_len_q: as in ``sdpa_mxfp8``.
-        seq_len_kv: as in ``sdpa_mxfp8``.
-        attn_scale: as in ``sdpa_mxfp8``.
-        diagonal_alignment: as in ``sdpa_mxfp8``.
+        descale_q, descale_q_T, descale_k, descale_k_T, descale_v, descale_dO, descale_dO_T: the
+            scales of these operands from :func:`jax_cudnn.ops.quantize_mxfp8`.
+        seq_len_q, seq_len_kv, attn_scale, diagonal_alignment: as in ``sdpa_mxfp8``.
         left_bound: ``diagonal_band_left_bound`` of ``sdpa_mxfp8``.
         right_bound: ``diagonal_band_right_bound`` of ``sdpa_mxfp8``.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
@@ -187,15 +164,17 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
     """
 
     method = "sdpa_mxfp8_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, q_T: b h s d, k: b n t d, k_T: b n t d, v: b n t e, o_f16: b h s e, "
         "dO_f16: b h s e, dO: b h s e, dO_T: b h s e, stats: *l, descale_q: *a, descale_q_T: *b, "
         "descale_k: *c, descale_k_T: *d, descale_v: *e, descale_dO: *f, descale_dO_T: *g, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
         "amax_dQ: *o, amax_dK: *p, amax_dV: *q"
     )
-    requires = "cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128"
-    rounding = "the scores' gradients also enter their products as block-scaled fp8"
+    about = About(
+        requires="cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128",
+        rounding="the scores' gradients also enter their products as block-scaled fp8",
+    )
     out = "bfloat16"
     others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
@@ -214,7 +193,3 @@ class SdpaMxfp8Backward(BlockScaled, Fp8Backward):
                 "the order of the scales of q_T and k_T is unknown for head sizes above 128"
             )
         return super().support(tensors, graph)
-
-    def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
-        return tuple(found[port] for port in self.results)

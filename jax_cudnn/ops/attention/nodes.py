@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,7 @@ import jax
 from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Engines, Node, OtherForm, frozen
 from ..._core.graph.planned import Example
@@ -56,22 +56,12 @@ class SdpaBackward(Deterministic, SdpaBase):
         o: O from ``sdpa``, (B, H, Sq, E).
         dO: the gradient with respect to O.
         stats: Stats from ``sdpa``, (B, H, Sq, 1) in float32.
-        bias: as in ``sdpa``.
-        seq_len_q: as in ``sdpa``.
-        seq_len_kv: as in ``sdpa``.
-        seed: as in ``sdpa``: the dropout mask is then the same.
-        offset: as in ``sdpa``.
-        dropout_mask: as in ``sdpa``.
-        sink_token: as in ``sdpa``.
+        bias, seq_len_q, seq_len_kv, dropout_mask, sink_token: as in ``sdpa``.
+        seed, offset: as in ``sdpa``: the dropout mask is then the same.
         block_mask: as in ``sdpa``; the backward pass then runs in XLA.
-        score_mod_operands: as in ``sdpa``.
-        attn_scale: as in ``sdpa``.
-        diagonal_alignment: as in ``sdpa``.
-        diagonal_band_left_bound: as in ``sdpa``.
-        diagonal_band_right_bound: as in ``sdpa``.
-        dropout_probability: as in ``sdpa``.
-        use_alibi_mask: as in ``sdpa``.
-        score_mod: as in ``sdpa``.
+        score_mod_operands, attn_scale, diagonal_alignment: as in ``sdpa``.
+        diagonal_band_left_bound, diagonal_band_right_bound: as in ``sdpa``.
+        dropout_probability, use_alibi_mask, score_mod: as in ``sdpa``.
         dBias: whether to compute dBias.
         dSink_token: whether to compute dSink_token: cuDNN in no fixed order; with dropout XLA.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
@@ -85,7 +75,7 @@ class SdpaBackward(Deterministic, SdpaBase):
     """
 
     method = "sdpa_backward"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
         "?seq_len_q: *i, ?seq_len_kv: *j, ?seed: *w, ?offset: *x, ?dropout_mask: *y, "
         "?sink_token: *z, ?block_mask: *a, ?*score_mod_operands: *s "
@@ -189,13 +179,7 @@ class SdpaBackward(Deterministic, SdpaBase):
         for name, port in _OPTIONAL.items():
             if getattr(self, name):
                 like = tensors[port]
-                dims = like.get_dim()
-                made[name] = pygraph.tensor(
-                    name=f"{common['name']}::{name}",
-                    data_type=like.get_data_type(),
-                    dim=dims,
-                    stride=packed_strides(tuple(dims), tuple(range(len(dims)))),
-                )
+                made[name] = _declared(pygraph, common, name, like.get_dim(), like.get_data_type())
         plain = dataclasses.replace(self, dBias=False, dSink_token=False)
         return (*SdpaBase.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
 
@@ -254,7 +238,7 @@ class Sdpa(SdpaBase):
     """
 
     method = "sdpa"
-    dims = (
+    ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
         "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
         "?*score_mod_operands: *s -> O: b h s e, Stats: *l, RNG_DUMP: *r"
@@ -350,12 +334,7 @@ class Sdpa(SdpaBase):
             return SdpaBase.emit(plain, pygraph, tensors, common)
 
         (b, h, s, _), t = tensors["q"].get_dim(), tensors["k"].get_dim()[2]
-        made = pygraph.tensor(
-            name=f"{common['name']}::RNG_DUMP",
-            data_type=cudnn.data_type.FLOAT,
-            dim=[b, h, s, t],
-            stride=[h * s * t, s * t, t, 1],
-        )
+        made = _declared(pygraph, common, "RNG_DUMP", (b, h, s, t), cudnn.data_type.FLOAT)
         return (*SdpaBase.emit(plain, pygraph, {**tensors, "rng_dump": made}, common), made)
 
     def jvp(
@@ -367,6 +346,15 @@ class Sdpa(SdpaBase):
             return by_reference.jvp(self, g, tangents, inputs, outputs)
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
         return tangents_of(self, g, tangents, inputs, outputs)
+
+
+def _declared(
+    pygraph: Any, common: Mapping[str, Any], port: str, dims: Sequence[int], kind: Any
+) -> Any:
+    """A result of attention that cuDNN writes because its tensor is an argument."""
+    strides = packed_strides(tuple(dims), tuple(range(len(dims))))
+    name = f"{common['name']}::{port}"
+    return pygraph.tensor(name=name, data_type=kind, dim=[*dims], stride=strides)
 
 
 def _with_mask(node: SdpaBase, g: Derivation, inputs: Values) -> Values:

@@ -19,7 +19,7 @@ from ..._core.graph.node import Node, View
 from ..._core.reasons import Reason
 from . import reference as attention_reference
 from .base import check_heads, check_shapes
-from .bias import LENGTHS
+from .bias import LENGTHS, HasBias
 from .reference import Arrays, Attention
 from .storage import Storage
 
@@ -87,12 +87,14 @@ class Packed(Storage):
         "q: t h d, k: s n d, v: s n e, o: t h e, dO: t h e, stats: *l, ?bias: *m, "
         f"{_PORTS} -> dQ: t h d, dK: s n d, dV: s n e, dBias: *m"
     )
-    requires = (
-        "bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for gradients; "
-        "arrays of fewer than 2**31 elements"
+    about = Storage.about._replace(
+        requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for "
+        "gradients; arrays of fewer than 2**31 elements",
     )
-    integers = (*LENGTHS, *_OFFSETS)
-    offsets: ClassVar = {p: f"ragged_offset_{kind}" for p, kind in (QUERIES | KEYS).items()}
+    indices = HasBias.indices._replace(
+        positions=(*LENGTHS, *_OFFSETS),
+        offsets={port: f"ragged_offset_{kind}" for port, kind in (QUERIES | KEYS).items()},
+    )
     initial: ClassVar = {"O": 0.0, "Stats": -math.inf, "dQ": 0.0, "dK": 0.0, "dV": 0.0}
 
     @property
@@ -131,7 +133,7 @@ class Packed(Storage):
 
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         """(tokens, heads, size) as sequences of the maximum length, each from its offset on."""
-        if port not in self.offsets:
+        if port not in self.indices.offsets:
             return None
         limit = self.limits[port in KEYS]
         batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
@@ -142,7 +144,7 @@ class Packed(Storage):
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
         rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys
-        for port, offset in self.offsets.items():
+        for port, offset in self.indices.offsets.items():
             if offset in given and port in tensors:
                 tokens, *token = tensors[port].shape
                 size = math.prod(token)
@@ -163,8 +165,8 @@ class Packed(Storage):
 
         def placed(named: Mapping[str, Any]) -> None:
             for port, x in named.items():
-                if port in self.offsets:
-                    x.set_ragged_offset(tensors[self.offsets[port]])
+                if offset := self.indices.offsets.get(port):
+                    x.set_ragged_offset(tensors[offset])
 
         placed(arrays)
         made = base.emit(pygraph, arrays, common)

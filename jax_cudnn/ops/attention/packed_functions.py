@@ -11,7 +11,7 @@ import numpy as np
 from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..arguments import chosen, flags, floating
+from ..arguments import chosen, flags, floating, integer
 from .arguments import (
     attributes,
     band_of,
@@ -23,12 +23,14 @@ from .arguments import (
     operands,
     scalar_scale,
     scaled,
-    static_integer,
 )
+from .bias import LENGTHS
 from .masks import fill_with_mean, masked_bias
 from .nodes import Sdpa
 from .packed import Packed
 from .storage import InOneArray, StoredSdpa
+
+_STATIC = "it is static: each value needs its own plan"
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
@@ -83,15 +85,11 @@ def packed_dot_product_attention(
         key_value_offsets: (B + 1,) in int32, between 0 and S; by default ``query_offsets``.
         max_key_value_length: the same for keys; by default max_query_length for self-attention,
             otherwise S.
-        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position in the sequence.
-        local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query of a sequence with its last key. By default the first
             ones are aligned.
-        return_residual: also return the log-sum-exp of each row.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
-        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+        scale, local_window_size, return_residual, implementation, options: as in
+            :func:`dot_product_attention`.
 
     Returns: (T, N, E) of query's dtype. With ``return_residual`` also the natural log-sum-exp of
     the softmax's input, (T, N) in float32. Queries that see no key, and tokens of no sequence, have
@@ -127,7 +125,7 @@ def packed_dot_product_attention(
     query, scale = scaled(query, scale)
     band = band_of(is_causal, local_window_size, bottom_right)
     queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
-    given = [static_integer("max_query_length", max_query_length), most[1]]
+    given = [integer("max_query_length", max_query_length, 1, _STATIC), most[1]]
     if key_value_offsets is None:
         keys, given[1] = queries, given[0]
     else:
@@ -139,7 +137,7 @@ def packed_dot_product_attention(
             got=f"int32{list(keys.shape)}",
         )
     if max_key_value_length is not None:
-        given[1] = static_integer("max_key_value_length", max_key_value_length)
+        given[1] = integer("max_key_value_length", max_key_value_length, 1, _STATIC)
     batch, heads = queries.shape[0] - 1, query.shape[1]
     letters = "B, N, max_query_length, max_key_value_length"
     bias = bias_of(bias, (batch, heads, *given), query.dtype, letters, masks=False)
@@ -189,8 +187,7 @@ def _in_elements(
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
-    if lengths is not None:
-        ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    ports |= zip(LENGTHS, lengths, strict=False)
     node = StoredSdpa(Sdpa.create(**attributes), InOneArray(heads))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
@@ -226,21 +223,11 @@ def dot_product_attention_qkv(
         qkv: (B, T, N + 2 K, H), query heads first, then key heads, then value heads, with
             ``num_heads``; or (B, T, 3, N, H). dtypes as in :func:`dot_product_attention`.
         num_heads: N, the number of query heads. Each key head serves N / K consecutive ones.
-        bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, T) and rounded
-            to qkv's dtype. Differentiable.
-        mask: True where a query sees a key, broadcast like bias; it becomes a bias in memory.
         scale: factor of the scores, a Python scalar, by default ``H**-0.5``.
-        is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, the number of queries of each batch element; rows after
-            it are 0.
-        key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
-            finite.
-        local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
-        bottom_right: align the last query with the last key.
-        return_residual: also return the log-sum-exp of each row.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
-        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+        bias, mask, is_causal, local_window_size, bottom_right: as in
+            :func:`dot_product_attention`.
+        query_seq_lengths, key_value_seq_lengths, return_residual: likewise.
+        implementation, options: likewise.
 
     Returns: (B, T, N, H), and with ``return_residual`` (B, T, N) in float32, both as in
     :func:`dot_product_attention`.

@@ -14,7 +14,7 @@ from ..._core.graph.dims import Shape
 from ..._core.graph.node import Fold, Node, View
 from . import reference as attention_reference
 from .base import check_heads, check_shapes
-from .bias import LENGTHS
+from .bias import LENGTHS, HasBias
 from .reference import Arrays, Attention
 from .storage import Storage, tokens_first
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..._core.graph.spec import Tensor
 
 _TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
+_INTEGERS = (*_TABLES, *LENGTHS)
+_PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,11 @@ class Paged(Storage):
     queries_heads_first: bool = False
 
     name = "paged"
-    integers = (*_TABLES, *LENGTHS)
-    forward = (
-        f"q: b s h d, k: p *k d, v: w *k e, {', '.join(f'?{port}: *{port}' for port in integers)} "
-        "-> O: b s h e, Stats: *l"
-    )
-    requires = (
-        "bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: cuDNN does "
-        "not support it for paged keys"
+    indices = HasBias.indices._replace(positions=_INTEGERS)
+    forward = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
+    about = Storage.about._replace(
+        requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: "
+        "cuDNN does not support it for paged keys",
     )
     has_bias = False
 

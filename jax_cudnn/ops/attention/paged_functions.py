@@ -80,15 +80,10 @@ def paged_dot_product_attention(
             in its even pages and values in its odd ones, pass it as both, with the tables
             ``2 * t`` and ``2 * t + 1``.
         heads_first: pages are (P, K, U, H) and (P, K, U, E). Neither form is copied.
-        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
-        is_causal: a query sees keys up to its own position.
-        local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query of a batch element with its last key; if False, align
             the first ones.
-        return_residual: also return the log-sum-exp of each row.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
-        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+        scale, is_causal, local_window_size, return_residual, implementation, options: as in
+            :func:`dot_product_attention`.
 
     Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key. With ``return_residual``
     also the natural log-sum-exp of the softmax's input, (B, T, N) in float32.
@@ -143,7 +138,6 @@ def paged_dot_product_attention(
     key_value_seq_lengths = int32("key_value_seq_lengths", key_value_seq_lengths)
     scores = batch, heads, count, pages * slots.shape[1]
     lengths = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
-    assert lengths is not None
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out

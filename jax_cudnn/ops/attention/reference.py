@@ -87,34 +87,50 @@ class Attention:
     guarded: bool = True
     """Whether a query may see no key, or keys with scores of -inf only."""
 
-    def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    def forward(self, arrays: Arrays) -> tuple[jax.Array, ...]:
         """O and the log-sum-exp of each row, from q, k, v and the optional operands (bias,
         seq_len_q, seq_len_kv, ...); ``first`` is the position of each batch element's first query,
         by default 0."""
-
         arrays = within_lengths(arrays, arrays)
-        k = arrays["k"]
 
-        def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weights, total = self._softmax(rows, arrays, first)
-            if self.dropout is not None:
-                weights = weights * self._kept(rows, arrays, first)
-            return self._product("bngst,bnte->bngse", weights, arrays["v"]), total
+        def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
+            return self._of_rows(rows, arrays, first)
 
-        o, total = _over_rows(jax.checkpoint(block), _grouped(arrays), k.shape[2])
-        return _heads(o), _heads(total)
+        found = _over_rows(jax.checkpoint(block), _grouped(arrays), arrays["k"].shape[2])
+        return tuple(map(_heads, found))
+
+    def _of_rows(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
+        weights, total = self._softmax(rows, arrays, first)
+        if self.dropout is not None:
+            weights = weights * self._kept(rows, arrays, first)
+        return self._product("bngst,bnte->bngse", weights, arrays["v"]), total
+
+    def _weights_of(self, weights: jax.Array, arrays: Arrays) -> jax.Array:
+        """The weights as they enter the product for dV."""
+        return weights
+
+    def _slope_of(
+        self, slope: jax.Array, arrays: Arrays
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The scores' gradient as it enters the products for dQ and dK, the factor of both, and
+        further results for each query."""
+        return slope, self.scale, {}
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients of q, k, v and bias, by port, from the same operands, O, its gradient dO
-        and the statistic."""
+        and the statistic. q, k and dO may be rounded differently for products over tokens (q_T, k_T
+        and dO_T), and O and dO for their product (o_f16 and dO_f16)."""
         arrays = within_lengths(arrays, arrays)
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, arrays, first)
             weights = extras.weights(scores, rows["stats"])
-            grad = rows["dO"].astype(scores.dtype)
-            mean = jnp.sum(grad * rows["o"].astype(scores.dtype), axis=-1, keepdims=True)
+            grad, o = (
+                rows[wide if wide in rows else port].astype(scores.dtype)
+                for port, wide in (("dO", "dO_f16"), ("o", "o_f16"))
+            )
+            mean = jnp.sum(grad * o, axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
             used = weights
             if self.dropout is not None:
@@ -122,16 +138,19 @@ class Attention:
                 along, used = along * keep, weights * keep
             slope = weights * (along - mean)
             each: dict[str, jax.Array] = {}
-            summed = {"dV": self._product("bngst,bngse->bnte", used, rows["dO"])}
+            used, across = self._weights_of(used, arrays), rows.get("dO_T", rows["dO"])
+            summed = {"dV": self._product("bngst,bngse->bnte", used, across)}
             if bias is not None:
                 (summed if bias.shape[2] == 1 else each)["dBias"] = _summed(slope, bias.shape)
             if self.score_mod is not None:
                 raw = self._products(rows, arrays)
                 _, pull = jax.vjp(lambda scores: self._modified(scores, rows, first), raw)
                 (slope,) = pull(slope)
-            each["dQ"] = self.scale * self._product("bngst,bntd->bngsd", slope, k)
-            summed["dK"] = self.scale * self._product("bngst,bngsd->bntd", slope, rows["q"])
-            return each, summed
+            slope, factor, further = self._slope_of(slope, arrays)
+            across = arrays.get("k_T", k), rows.get("q_T", rows["q"])
+            each["dQ"] = factor * self._product("bngst,bntd->bngsd", slope, across[0])
+            summed["dK"] = factor * self._product("bngst,bngsd->bntd", slope, across[1])
+            return each | further, summed
 
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
         found = within_lengths({**each, **summed}, arrays)
@@ -282,7 +301,7 @@ def _grouped(arrays: Arrays) -> dict[str, jax.Array]:
     heads = arrays["k"].shape[1]
     found = {}
     operands = (name for name in arrays if name.startswith(OPERANDS))
-    for name in ("q", "bias", "o", "dO", "stats", "dropout_mask", *operands):
+    for name in (*_OF_QUERIES, "bias", "dropout_mask", *operands):
         x = arrays.get(name)
         if x is not None:
             groups = (1, 1) if x.shape[1] == 1 else (heads, x.shape[1] // heads)

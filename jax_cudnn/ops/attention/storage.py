@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Engines, Fold, Node, View, frozen
+from ..._core.graph.node import Edge, Engines, Fold, Indices, Node, View, Work, frozen, matched
+from ..._core.graph.planned import About
 from ..._core.reasons import Reason
 from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
@@ -43,11 +44,8 @@ class Storage:
     """The backward node's ports; empty without one."""
     gradients: ClassVar[Mapping[str, str]] = {"dQ": "q", "dK": "k", "dV": "v"}
     """The backward node's results, and the ports of which they are the gradients."""
-    requires: ClassVar[str] = SdpaBase.requires
-    integers: ClassVar[tuple[str, ...]] = LENGTHS
-    """int32 ports with the positions of elements in other operands."""
-    offsets: ClassVar[Mapping[str, str]] = {}
-    """Port -> the port of its offsets."""
+    about: ClassVar[About] = SdpaBase.about
+    indices: ClassVar[Indices] = HasBias.indices
     initial: ClassVar[Mapping[str, float]] = {}
     """What tokens of no sequence hold in the results."""
     has_bias: ClassVar[bool] = True
@@ -67,8 +65,8 @@ class Storage:
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return tensors["k"].shape[1]
 
-    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
-        """As :meth:`Node.flops`; None if the results' sizes are the best estimate."""
+    def flops(self, band: Any, tensors: Tensors) -> int | None:
+        """As in :class:`Work`; None if the results' sizes are the best estimate."""
         return None
 
     def refused(self, tensors: Tensors) -> Reason | None:
@@ -80,8 +78,8 @@ class Storage:
         raise NotImplementedError
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
-        """The operands at ``integers`` in the bounds of the arrays."""
-        return clipped_lengths(given, *self.scores(tensors)[2:])
+        """The operands that index others, in the bounds of the arrays."""
+        return clipped_lengths(self.scores(tensors), given)
 
     def emit(
         self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
@@ -117,8 +115,6 @@ class StoredSdpa(HasBias):
 
     anchor = SdpaBase.anchor
     dtypes = FLOATS
-    selecting = LENGTHS[:1]
-    rounding = SdpaBase.rounding
     gradients = gradients
 
     @property
@@ -130,20 +126,16 @@ class StoredSdpa(HasBias):
         return f"{self.storage.name}_{self.base.method}"
 
     @property
-    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.storage.requires
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.about
 
     @property
-    def offsets(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.storage.offsets
+    def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.storage.indices
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Dims.parse(self.storage.backward if self.is_backward else self.storage.forward)
-
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.deterministic
 
     @property
     def score_mod(self) -> Any:
@@ -154,8 +146,8 @@ class StoredSdpa(HasBias):
         results = self.base.results
         return (*self.storage.gradients, *results[3:]) if self.is_backward else results
 
-    def as_deterministic(self) -> Node:
-        return dataclasses.replace(self, base=self.base.as_deterministic())
+    def deterministic(self) -> Node | None:
+        return dataclasses.replace(self, base=self.base.deterministic())
 
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, base=self.base.without(results))
@@ -172,9 +164,9 @@ class StoredSdpa(HasBias):
         return self.base.keywords() | own
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        integers = self.storage.integers
+        integers = self.indices.positions
         check_int32(inputs, integers)
-        sizes = self.sizes({port: x for port, x in inputs.items() if port not in integers})
+        sizes = matched(self, {port: x for port, x in inputs.items() if port not in integers})
         self.storage.check(inputs, sizes)
         self.check_bias(inputs)
         if self.is_backward:
@@ -191,9 +183,9 @@ class StoredSdpa(HasBias):
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
         return self.storage.key_heads(tensors)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        found = self.storage.flops(self.base.band, shapes)
-        return super().flops(shapes) if found is None else found
+    def work(self, tensors: Tensors) -> Work:
+        found = self.storage.flops(self.base.band, tensors)
+        return super().work(tensors) if found is None else Work(found, self.method)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := self.storage.refused(tensors) or super().support(tensors, graph):
@@ -214,8 +206,7 @@ class StoredSdpa(HasBias):
         return super().views(port, tensors) if found is None else found
 
     def boundary(self, tensors: Tensors) -> Edge:
-        further = {"integers": self.storage.integers, "initial": self.storage.initial}
-        return super().boundary(tensors)._replace(**further)
+        return super().boundary(tensors)._replace(initial=self.storage.initial)
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         return self.storage.clipped(tensors, given)
@@ -291,9 +282,9 @@ class InOneArray(Storage):
         n = (heads - self.heads) // 2
         return (0, self.heads), (self.heads, n), (self.heads + n, n)
 
-    def flops(self, band: Any, shapes: Mapping[str, Shape]) -> int | None:
-        b, s, _, d = shapes["qkv"]
-        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in shapes)
+    def flops(self, band: Any, tensors: Tensors) -> int | None:
+        b, s, _, d = tensors["qkv"].shape
+        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in tensors)
 
     def refused(self, tensors: Tensors) -> Reason | None:
         if "dO" in tensors and tensors["qkv"].shape[1] == 1:
@@ -330,4 +321,4 @@ class InOneArray(Storage):
         return {**found, "dQKV": jnp.swapaxes(whole, 1, 2)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        return batch_folds(batched, tensors, tensors, "qkv")
+        return map(Fold, batch_folds(batched, tensors, tensors, "qkv"))

@@ -11,7 +11,7 @@ import jax
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import XLA_ONLY, Node, frozen
+from ..._core.graph.node import XLA_ONLY, About, Node, frozen
 from .extras import sink_gradient
 from .score_mod.value import is_operand
 
@@ -119,7 +119,9 @@ class SinkGradient(Node):
     method = "sdpa_sink_gradient"
     xla_only = XLA_ONLY
     ports = derived_ports(("o", "dO", "stats", "sink_token"), ("dSink_token",))
-    requires = "XLA sums the gradient of sinks: cuDNN's sum has no fixed order, and no padding"
+    about = About(
+        requires="XLA sums the gradient of sinks: cuDNN's sum has no fixed order, and no padding",
+    )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {"dSink_token": (inputs["sink_token"].shape, "float32")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
 from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
-from ..._core.graph.planned import Example
-from ..._core.graph.promotion import product_dtype
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .base import SOLVERS, ConvolutionGradient, Roles
 from .reference import convolved, cropped
 
 if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Work
     from ..._core.graph.spec import GraphSpec, Tensor
 
 
@@ -46,15 +44,14 @@ class ConvDgrad(ConvolutionGradient):
     """
 
     method = "conv_dgrad"
-    dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
+    ports = Dims.parse("loss: n k *y, filter: k i *r -> DX: n c *x")
     roles = Roles("DX", "filter", "loss")
-    jax_names = ("conv_transpose",)
-    deterministic = False
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, strides of 1, channels in multiples of 16 and no "
-        "flipped filter"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, strides of 1, channels in multiples "
+        "of 16 and no flipped filter",
+        jax_names=("conv_transpose",),
     )
     examples = (
         Example(
@@ -88,22 +85,11 @@ class ConvDgrad(ConvolutionGradient):
         Example({"loss": (2, 16, 5, 5), "filter": (16, 16, 3, 3)}, "int8", alone=False),
     )
 
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
-        loss, filter = inputs["loss"], inputs["filter"]
-        rank = len(filter.shape) - 2
-        image = []
-        if len(loss.shape) == len(filter.shape):  # otherwise forward_shape raises
-            pre, post, stride, dilation = self.spatial(rank)
-            image = [
-                (y - 1) * s + d * (r - 1) + 1 - before - after
-                for y, r, before, after, s, d in zip(
-                    loss.shape[2:], filter.shape[2:], pre, post, stride, dilation, strict=True
-                )
-            ]
-        shape = self.default_dims("DX", (loss.shape[0], filter.shape[1]), *image)
-        self.check_forward(_named(loss, "DX", shape), filter, loss)
-        return {"DX": (shape, product_dtype(inputs))}
+    def smallest(self, first: Shape, second: Shape) -> Shape:
+        loss, filter = first, second
+        ends = zip(loss[2:], filter[2:], *self.spatial(len(filter) - 2), strict=False)
+        image = ((y - 1) * s + d * (r - 1) + 1 - pre - post for y, r, pre, post, s, d in ends)
+        return (loss[0], filter[1], *image)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: for 16 bits cuDNN refuses this, for float32 it
@@ -112,13 +98,10 @@ class ConvDgrad(ConvolutionGradient):
             return Reason("it has strides and the graph has other operations")
         return super().support(tensors, graph)
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
         # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
-        strided = any(step > 1 for step in self.stride)
-        return super().pattern(tensors) + " strided" * strided
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
+        strided, work = any(step > 1 for step in self.stride), super().work(tensors)
+        return work._replace(pattern=work.pattern + " strided" * strided)
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
@@ -133,13 +116,10 @@ class ConvDgrad(ConvolutionGradient):
     ) -> tuple[jax.Array, ...]:
         filter = self.cross_correlated(filter)
         (k, i, *r), y = filter.shape, loss.shape[2:]
-        pre, post, stride, dilation = self.spatial(len(r))
+        pre, _, stride, dilation = self.spatial(len(r))
         reach = [d * (size - 1) for d, size in zip(dilation, r, strict=True)]
-        if self.out_dims is not None:
-            x, groups = self.out_dims[2:], self.out_dims[1] // i
-        else:
-            ends = zip(y, stride, reach, pre, post, strict=True)
-            x, groups = [(n - 1) * s + e + 1 - b - a for n, s, e, b, a in ends], 1
+        _, c, *x = self.result_shape(loss.shape, filter.shape)
+        groups = c // i
         # The loss, dilated by the stride, is correlated with the flipped filter.
         before = [e - b for e, b in zip(reach, pre, strict=True)]
         after = [
@@ -191,14 +171,14 @@ class ConvWgrad(ConvolutionGradient):
     """
 
     method = "conv_wgrad"
-    dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    ports = Dims.parse("image: n c *x, loss: n k *y -> DW: k i *r")
     roles = Roles("image", "DW", "loss")
     anchor = Anchor(product=True, broadcasts=ONE_ELEMENT, order=CHANNELS_LAST)
-    deterministic = False
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
-        "supports both, float8 with one group, channels in multiples of 16 and no flipped weight"
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; no integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit "
+        "operands; 9.28 supports both, float8 with one group, channels in multiples of 16 and no "
+        "flipped weight",
     )
     examples = (
         Example(
@@ -234,25 +214,11 @@ class ConvWgrad(ConvolutionGradient):
         Example({"image": (2, 16, 7, 7), "loss": (2, 16, 5, 5)}, "int8", alone=False),
     )
 
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
-        image, loss = inputs["image"], inputs["loss"]
-        rank = len(image.shape) - 2
-        window = []
-        if len(loss.shape) == len(image.shape):  # otherwise forward_shape raises
-            pre, post, stride, dilation = self.spatial(rank)
-            window = [
-                (x + before + after - (y - 1) * s - 1) // d + 1
-                for x, y, before, after, s, d in zip(
-                    image.shape[2:], loss.shape[2:], pre, post, stride, dilation, strict=True
-                )
-            ]
-        shape = self.default_dims("DW", (loss.shape[1], image.shape[1]), *window)
-        self.check_forward(image, _named(image, "DW", shape), loss)
-        return {"DW": (shape, product_dtype(inputs))}
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
+    def smallest(self, first: Shape, second: Shape) -> Shape:
+        image, loss = first, second
+        ends = zip(image[2:], loss[2:], *self.spatial(len(image) - 2), strict=False)
+        window = ((x + pre + post - (y - 1) * s - 1) // d + 1 for x, y, pre, post, s, d in ends)
+        return (loss[1], image[1], *window)
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding
@@ -268,13 +234,9 @@ class ConvWgrad(ConvolutionGradient):
     ) -> tuple[jax.Array, ...]:
         c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]
         rank = len(x)
-        pre, post, stride, dilation = self.spatial(rank)
+        pre, _, stride, dilation = self.spatial(rank)
         span = [s * (n - 1) + 1 for s, n in zip(stride, y, strict=True)]
-        if self.out_dims is not None:
-            i, r = self.out_dims[1], self.out_dims[2:]
-        else:
-            ends = zip(x, pre, post, span, dilation, strict=True)
-            i, r = c, [(n + b + a - w) // d + 1 for n, b, a, w, d in ends]
+        _, i, *r = self.result_shape(image.shape, loss.shape)
         # The image is correlated with the loss, dilated by the stride; the batch is contracted, and
         # the dilation is the step of the window.
         after = [
@@ -298,8 +260,3 @@ class ConvWgrad(ConvolutionGradient):
 
 
 SOLVERS |= {"image": ConvDgrad, "weight": ConvWgrad}
-
-
-def _named(like: Tensor, name: str, shape: Shape) -> Tensor:
-    """A stand-in for the output in checks and errors."""
-    return dataclasses.replace(like, name=name, shape=shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, frozen
+from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
+from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
@@ -70,11 +72,30 @@ class Convolution(Node):
         *,
         pre_padding: Sequence[int] | None = None,
         post_padding: Sequence[int] | None = None,
+        **dims: Any,
     ) -> Self:
-        return cls(
-            **spatial_attributes(
-                padding, stride, dilation, convolution_mode, pre_padding, post_padding
+        if padding is not None and (pre_padding is not None or post_padding is not None):
+            raise GraphError(
+                "padding is given twice",
+                expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
+                got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
             )
+        mode = getattr(convolution_mode, "name", convolution_mode)
+        if mode not in MODES:
+            raise GraphError(
+                "unknown convolution_mode",
+                expected=" or ".join(map(repr, MODES)),
+                got=repr(convolution_mode),
+            )
+        both = () if padding is None else integers("padding", padding)
+        sizes: Any = {name: integers(name, x) for name, x in dims.items() if x is not None}
+        return cls(
+            pre_padding=integers("pre_padding", both if pre_padding is None else pre_padding),
+            post_padding=integers("post_padding", both if post_padding is None else post_padding),
+            stride=integers("stride", stride, 1),
+            dilation=integers("dilation", dilation, 1),
+            convolution_mode=mode,
+            **sizes,
         )
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -108,10 +129,7 @@ class Convolution(Node):
     def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
-        return product_jvp(self, g, tangents, inputs, outputs)
+    jvp = product_jvp
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
@@ -147,21 +165,19 @@ class Convolution(Node):
                 yield self._folded(fold, size, tensors)
         groups = {image: 1, weight: 0, result: 1}
         yield self._folded(groups, size, tensors)
+        before, after, stride, _ = self.spatial(len(tensors[weight].shape) - 2)
+        one = {*tensors[weight].shape[2:], *stride} == {1} and {*before, *after} == {0}
+        if one and dense and all(tensor.dtype in FLOATS for tensor in tensors.values()):
+            yield Fold({}, computed=functools.partial(self._of_one_element, size, tensors))
 
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         return Fold(axes)
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
-        # A convolution with windows of one element is a matmul over channels.
-        image, weight = (tensors[port].shape for port in self.roles[:2])
-        rank = len(weight) - 2
-        before, after, stride, _ = self.spatial(rank)
-        if {*weight[2:], *stride} != {1} or {*before, *after} != {0} or image[1] != weight[1]:
-            return None
-        if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
-            return None
+    def _of_one_element(
+        self, size: int, tensors: Tensors, g: Derivation, inputs: Values
+    ) -> dict[str, GraphTensor]:
+        """Convolutions with windows of one element, as a batch of matmuls over channels."""
+        weight = tensors[self.roles.weight].shape
 
         def rows(x: GraphTensor) -> GraphTensor:  # (V, N, C, *x) as (V, N * x, C)
             last = g.transposed(x, (0, 1, *range(3, x.ndim), 2))
@@ -185,8 +201,8 @@ class Convolution(Node):
         out = g.reshaped(out, (size, n, *x, channels))
         return {port: g.transposed(out, (0, 1, out.ndim - 1, *range(2, out.ndim - 1)))}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        image, weight = (tensors[port].shape for port in self.roles[:2])
+    def work(self, tensors: Tensors) -> Work:
+        image, weight, result = (tensors[port].shape for port in self.roles)
         features, channels, *window = weight
         groups = image[1] // channels
         kinds = {
@@ -197,7 +213,8 @@ class Convolution(Node):
             "few features": groups == 1 and features < _FEW,
             "dilated": any(step > 1 for step in self.dilation),
         }
-        return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
+        pattern = " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
+        return Work(2 * math.prod(result) * math.prod(weight[1:]), pattern)
 
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
         """The shape of Y for an image and a weight; GraphError if they do not fit.
@@ -288,30 +305,37 @@ class ConvolutionGradient(Convolution):
 
     out_dims: tuple[int, ...] | None = None
 
-    @classmethod
-    def create(
-        cls,
-        padding: Sequence[int] | None = None,
-        stride: Sequence[int] = (),
-        dilation: Sequence[int] = (),
-        convolution_mode: Any = "CROSS_CORRELATION",
-        *,
-        pre_padding: Sequence[int] | None = None,
-        post_padding: Sequence[int] | None = None,
-        out_dims: Sequence[int] | None = None,
-    ) -> Self:
-        spatial = spatial_attributes(
-            padding, stride, dilation, convolution_mode, pre_padding, post_padding
-        )
-        return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
-
     def _folded(self, axes: Mapping[str, int], size: int, tensors: Tensors) -> Fold:
         (out,) = self.ports.output_names
         shape = grown(tensors[out].shape, axes[out], size)
         return Fold(axes, dataclasses.replace(self, out_dims=shape))
 
-    def check_forward(self, image: Tensor, weight: Tensor, loss: Tensor) -> None:
-        """GraphError unless the convolution of image and weight has the loss's shape."""
+    def deterministic(self) -> Node | None:
+        return None  # some engines are
+
+    def smallest(self, first: Shape, second: Shape) -> Shape:
+        """The shape that follows from those of the inputs, for one group."""
+        raise NotImplementedError
+
+    def result_shape(self, *inputs: Shape) -> Shape:
+        """``out_dims``, or if omitted the shape that follows from the inputs."""
+        if self.out_dims is not None:
+            return self.out_dims
+        shape = self.smallest(*inputs)
+        if any(isinstance(size, int) and size < 1 for size in shape[2:]):
+            raise GraphError(
+                f"no size of {self.ports.output_names[0]} gives this loss",
+                expected="padding smaller than the window's reach, and a loss that fits the image",
+                got=f"spatial dimensions {list(shape[2:])}",
+            )
+        return shape
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        matched(self, inputs)
+        (out,) = self.ports.output_names
+        shape, loss = self.result_shape(*(t.shape for t in inputs.values())), inputs["loss"]
+        of_forward = {**inputs, out: dataclasses.replace(loss, name=out, shape=shape)}
+        image, weight = (of_forward[port] for port in self.roles[:2])
         want = self.forward_shape(image, weight)
         if want != loss.shape:
             raise GraphError(
@@ -322,47 +346,4 @@ class ConvolutionGradient(Convolution):
                 fix="out_dims (or .set_dim on the result) must be the shape of the image or weight "
                 "of the forward",
             )
-
-    def default_dims(self, name: str, first: Shape, *spatial: int) -> Shape:
-        """``out_dims``, or if omitted the shape that follows from the inputs."""
-        if self.out_dims is not None:
-            return self.out_dims
-        if any(isinstance(size, int) and size < 1 for size in spatial):
-            raise GraphError(
-                f"no size of {name} gives this loss",
-                expected="padding smaller than the window's reach, and a loss that fits the image",
-                got=f"spatial dimensions {list(spatial)}",
-            )
-        return (*first, *spatial)
-
-
-def spatial_attributes(
-    padding: Sequence[int] | None,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    convolution_mode: Any,
-    pre_padding: Sequence[int] | None,
-    post_padding: Sequence[int] | None,
-) -> dict[str, Any]:
-    """The fields of a Convolution from pygraph's keywords; checks them."""
-    if padding is not None and (pre_padding is not None or post_padding is not None):
-        raise GraphError(
-            "padding is given twice",
-            expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
-            got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
-        )
-    mode = getattr(convolution_mode, "name", convolution_mode)
-    if mode not in MODES:
-        raise GraphError(
-            "unknown convolution_mode",
-            expected=" or ".join(map(repr, MODES)),
-            got=repr(convolution_mode),
-        )
-    both = () if padding is None else integers("padding", padding)
-    return {
-        "pre_padding": integers("pre_padding", both if pre_padding is None else pre_padding),
-        "post_padding": integers("post_padding", both if post_padding is None else post_padding),
-        "stride": integers("stride", stride, 1),
-        "dilation": integers("dilation", dilation, 1),
-        "convolution_mode": mode,
-    }
+        return {out: (shape, product_dtype(inputs))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
-from ..._core.graph.dtypes import FLOATS, arithmetic, wide_dtype
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node
-from ..._core.graph.planned import Example
+from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.dtypes import arithmetic
+from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import product_dtype
 from ..transformations import along
 from .base import SOLVERS, Convolution, Roles
@@ -51,14 +50,15 @@ class ConvFprop(Convolution):
     """
 
     method = "conv_fprop"
-    dims = "image: n c *x, weight: k i *r -> Y: n k *y"
+    ports = Dims.parse("image: n c *x, weight: k i *r -> Y: n k *y")
     roles = Roles("image", "weight", "Y")
     anchor = Anchor(product=True, prologue="genstats", order=CHANNELS_LAST)  # both in float16
-    jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
-    requires = (
-        "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "
-        "without depthwise groups and convolution_mode; operands of pointwise operations in the "
-        "graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars"
+    algebra = Algebra(scaled="weight")  # by a factor of each feature
+    about = About(
+        requires="one convolution per graph; both operands of one dtype, or of two float8 "
+        "formats; float8 without depthwise groups and convolution_mode; operands of pointwise "
+        "operations in the graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars",
+        jax_names=("conv_general_dilated", "conv", "conv_with_general_padding"),
     )
     examples = (
         Example(
@@ -95,7 +95,7 @@ class ConvFprop(Convolution):
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         return {"Y": (self.forward_shape(**inputs), product_dtype(inputs))}
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
@@ -115,9 +115,6 @@ class ConvFprop(Convolution):
             wrong=(0, 28) if tensors["Y"].dtype == "int32" else wrong,
             knob="KERNEL_CFG" if pointwise and several else "",
         )
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None
@@ -151,17 +148,6 @@ class ConvFprop(Convolution):
         )
         return (out,)
 
-    def scaled(
-        self, arrays: Mapping[str, jax.Array], factor: jax.Array
-    ) -> dict[str, jax.Array] | None:
-        """A factor of each feature goes into the weight."""
-        weight = arrays["weight"]
-        if str(weight.dtype) not in FLOATS or factor.size not in (1, factor.shape[1]):
-            return None
-        by_feature = jnp.swapaxes(factor, 0, 1).astype(wide_dtype(weight, factor))
-        product = weight.astype(by_feature.dtype) * by_feature
-        return {**arrays, "weight": product.astype(weight.dtype)}
-
 
 SOLVERS["result"] = ConvFprop
 
@@ -184,10 +170,10 @@ class Genstats(Node):
     """
 
     method = "genstats"
-    dims = "input: n c *x -> SUM: n c *x, SQ_SUM: n c *x"
-    requires = (
-        "it follows a float16 convolution whose result is float16 (.set_data_type) and is also "
-        "returned; in other graphs, two reductions compute the same sums"
+    ports = Dims.parse("input: n c *x -> SUM: n c *x, SQ_SUM: n c *x")
+    about = About(
+        requires="it follows a float16 convolution whose result is float16 (.set_data_type) and "
+        "is also returned; in other graphs, two reductions compute the same sums",
     )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "float16", alone=False),
@@ -198,7 +184,7 @@ class Genstats(Node):
         return along(self, "c", batched, tensors)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         if len(shape) < 3:
             raise GraphError(

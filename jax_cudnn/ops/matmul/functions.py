@@ -148,8 +148,8 @@ def matmul(
             got=f"{a.shape} and {b.shape}",
         ) from None
     result = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
-    apart = math.prod(b.shape[:-2]) == 1 and not transpose_a  # then a's leading dimensions are rows
-    if apart:
+    lead_as_rows = math.prod(b.shape[:-2]) == 1 and not transpose_a
+    if lead_as_rows:
         a = a.reshape(*(1,) * (len(lead) + 2 - a.ndim), *a.shape)
         b = b.reshape(b.shape[-2:])
     else:
@@ -169,7 +169,7 @@ def matmul(
         *_upright(a, b, (transpose_a, transpose_b)),
         terms,
         out=_out_dtype(a, b, preferred_element_type, terms.given),
-        batched=0 if apart else len(lead),
+        batched=0 if lead_as_rows else len(lead),
         orders=orders,
     )
     return y.reshape(result)

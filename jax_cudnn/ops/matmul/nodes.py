@@ -15,8 +15,8 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
 from ..transformations import alike, product_jvp
@@ -71,13 +71,13 @@ class Matmul(Node):
     """
 
     method = "matmul"
-    dims = "A: ... m k, B: ... k n -> C: ... m n"
-    jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
-    requires = (
-        "operands of one dtype, or two float8 formats; cast an operand of another dtype in the "
-        "graph with g.identity(x).set_data_type(...), which costs no pass over memory; batch "
-        "dimensions that broadcast all or none, in every tensor of the graph, and are contiguous "
-        "in memory"
+    ports = Dims.parse("A: ... m k, B: ... k n -> C: ... m n")
+    about = About(
+        requires="operands of one dtype, or two float8 formats; cast an operand of another dtype "
+        "in the graph with g.identity(x).set_data_type(...), which costs no pass over memory; "
+        "batch dimensions that broadcast all or none, in every tensor of the graph, and are "
+        "contiguous in memory",
+        jax_names=("matmul", "dot", "dot_general", "einsum", "tensordot"),
     )
     anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY, order=MATRICES)
     dtypes = PRODUCTS
@@ -167,10 +167,7 @@ class Matmul(Node):
     def linear_in(self, ports: Collection[str]) -> bool:
         return len(ports) == 1
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
-        return product_jvp(self, g, tangents, inputs, outputs)
+    jvp = product_jvp
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
@@ -217,8 +214,11 @@ class Matmul(Node):
         if batched == {"B"}:
             yield columns
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["C"]) * shapes["A"][-1]
+    def work(self, tensors: Tensors) -> Work:
+        (a, _), (c,) = self.ports.inputs, self.ports.outputs
+        sizes = zip(tensors["A"].shape[::-1], a.axes[::-1], strict=False)
+        depth = [size for size, axis in sizes if axis not in c.axes]
+        return Work(2 * math.prod((*tensors["C"].shape, *depth)), self.method)
 
     def boundary(self, tensors: Tensors) -> Edge:
         batch = tuple(map(max, tensors["A"].shape[:-2], tensors["B"].shape[:-2]))
@@ -265,10 +265,6 @@ class Contraction(Matmul):
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _ports(self.batched, self.rows, self.depth, self.columns)
-
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        depth = shapes["A"][self.batched + self.rows :]
-        return 2 * math.prod(shapes["C"]) * math.prod(depth)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors

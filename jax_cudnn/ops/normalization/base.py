@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError
-from ..._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
+from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, Algebra, Anchor, Node, frozen
+from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
 from ..._core.reasons import Reason
 from .extents import Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..._core.graph.node import Tensors, Values
     from ..._core.graph.spec import Call, GraphSpec, Tensor
     from ..._core.graph.tensor import GraphTensor
@@ -31,7 +29,7 @@ PHASES = (TRAINING, INFERENCE)
 Moments = Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array]]
 """Mean and variance of an array over these axes."""
 STATISTICS = ("mean", "inv_var")
-BACKWARD_DIMS = (
+BACKWARD_PORTS = Dims.parse(
     "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
 )
 
@@ -50,7 +48,7 @@ class Normalizing(Node):
 
     def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         """The shapes of input and statistics; GraphError if the operands do not fit."""
-        self.sizes(inputs)
+        matched(self, inputs)
         shape, scale = inputs["input"].shape, inputs["scale"].shape
         if len(scale) != len(shape) or not self.extent.fits(shape, scale):
             raise GraphError(
@@ -116,14 +114,8 @@ class Normalizing(Node):
                 )
         return None
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 8 * math.prod(shapes["input"])
-
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        made = super().emit(pygraph, tensors, common)
-        return tuple(tensor for tensor in made if tensor is not None)
+    def work(self, tensors: Tensors) -> Work:
+        return Work(8 * math.prod(tensors["input"].shape), self.method)
 
 
 class Normalization(Normalizing):
@@ -225,15 +217,15 @@ class Phased(Normalization):
     def keywords(self) -> dict[str, Any]:
         return {}
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        kept = self.norm_forward_phase == TRAINING
-        return super().pattern(tensors) + ("" if kept else " inference")
+    def work(self, tensors: Tensors) -> Work:
+        work, kept = super().work(tensors), self.norm_forward_phase == TRAINING
+        return work if kept else work._replace(pattern=f"{work.pattern} inference")
 
 
 class NormalizationBackward(Normalizing):
     """Gradients of a normalization with respect to input, scale and bias."""
 
-    rounding = "sums in float32"
+    about = About(rounding="sums in float32")
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         shape, _ = self.checked(inputs)
@@ -296,7 +288,7 @@ def projected(slope: jax.Array, xhat: jax.Array, axes: tuple[int, ...], centred:
 
 
 @frozen
-class NormalizationTangent(ByReference):
+class NormalizationTangent(Derivative):
     """Tangents of the results of a normalization, from its input, scale and statistics.
 
     With ``xhat = (input - mean) * inv_var`` and m the mean over the normalized dimensions:
@@ -324,13 +316,6 @@ class NormalizationTangent(ByReference):
     def made(self) -> dict[str, str]:
         """Result of the normalization -> the result that is its tangent."""
         return moving(self.outs, (*self.inner, *self.given.values()))
-
-    @property
-    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self.inner, *self.given.values()), self.made.values())
-
-    def linear_in(self, ports: Collection[str]) -> bool:
-        return {*ports} <= {*self.given.values()}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x, statistic = inputs["input"], inputs["inv_var"]

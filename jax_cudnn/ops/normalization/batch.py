@@ -11,12 +11,12 @@ from jax.core import max_dim
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Kind, Reason
-from .base import BACKWARD_DIMS, Moments, normalized
+from .base import BACKWARD_PORTS, Moments, normalized
 from .channels import (
     CHANNELS,
     IMAGES,
@@ -24,9 +24,8 @@ from .channels import (
     ROUNDING,
     BackwardOfChannels,
     ForwardOfChannels,
-    backward_example,
 )
-from .extents import Spatial
+from .extents import Spatial, backward_example
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors, Values
@@ -71,10 +70,10 @@ class BatchnormBackward(BackwardOfChannels):
         returns_prologue=True,
         bit_masks=True,
     )
-    dims = BACKWARD_DIMS
-    requires = "channels a multiple of 8"
+    ports = BACKWARD_PORTS
+    about = BackwardOfChannels.about._replace(requires="channels a multiple of 8")
     extent = Spatial(batch=True)
-    examples = (backward_example(IMAGES),)
+    examples = (backward_example(IMAGES, CHANNELS, CHANNELS, wide=("scale",)),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
@@ -114,15 +113,16 @@ class Batchnorm(ForwardOfChannels):
     """
 
     method = "batchnorm"
-    dims = (
+    ports = Dims.parse(
         "input: *x, scale: *s, bias: *s, in_running_mean: *s, in_running_var: *s, epsilon: *e, "
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
-    requires = "channels a multiple of 8; epsilon and momentum Python scalars"
-    anchor = OF_CHANNELS._replace(bit_masks=True)
-    rounding = (
-        f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an estimated mean"
+    about = About(
+        requires="channels a multiple of 8; epsilon and momentum Python scalars",
+        rounding=f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an "
+        "estimated mean",
     )
+    anchor = OF_CHANNELS._replace(bit_masks=True)
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(
@@ -223,11 +223,11 @@ class BatchnormInference(Node):
     """
 
     method = "batchnorm_inference"
-    algebra = Algebra(smooth=True)
-    dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
+    algebra = Algebra(smooth=True, affine="input")
+    ports = Dims.parse("input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x")
     xla_only = XLA_ONLY
     dtypes = FLOATS
-    requires = "runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200"
+    about = About(requires="runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200")
     examples = (
         Example(
             {
@@ -263,13 +263,6 @@ class BatchnormInference(Node):
         wide = (x.astype(arithmetic(self.compute_data_type)) for x in given)
         x, mean, inv_variance, scale, bias = wide
         return (normalized(x, mean, inv_variance) * scale + bias,)
-
-    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
-        if "input" in arrays:
-            return None
-        kind, ports = arithmetic(self.compute_data_type), self.ports.input_names[1:]
-        mean, inv_variance, scale, bias = (arrays[port].astype(kind) for port in ports)
-        return inv_variance * scale, bias - mean * inv_variance * scale
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         if batched <= {"input"}:

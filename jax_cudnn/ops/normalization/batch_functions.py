@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.errors import GraphTypeError, shown
 from ..._core.graph.boundary import BITS
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.options import Options
@@ -20,7 +20,7 @@ from ..arguments import Padding, chosen, floating, promoted, transpose
 from ..convolution.functions import conv, groups_of_shapes, prepared
 from ..epilogue import Activation
 from .extents import is_sharded
-from .row_functions import Scalar, channels_second, per_channel, scalar
+from .row_functions import Scalar, channels_second, parameter, per_channel, scalar
 
 Running = tuple[jax.Array, jax.Array]
 
@@ -281,16 +281,9 @@ def _python_bool(training: Any) -> bool:
 
 
 def _running(channels: int, mean: Any, variance: Any) -> Running:
-    given = {"running_mean": floating("running_mean", mean)}
-    given["running_var"] = floating("running_var", variance)
-    for name, value in given.items():
-        if value.shape != (channels,):
-            raise GraphError(
-                f"{name} does not fit",
-                expected=f"shape ({channels},), one value per channel",
-                got=f"shape {value.shape}",
-            )
-    return given["running_mean"], given["running_var"]
+    named = ("running_mean", mean), ("running_var", variance)
+    mean, variance = (parameter(name, floating(name, x), (channels,)) for name, x in named)
+    return mean, variance
 
 
 def _parameters(

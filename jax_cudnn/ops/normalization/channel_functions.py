@@ -152,10 +152,10 @@ def group_norm(
     parts = (channels,) if groups == 1 else (groups, channels // groups)
     wide = moved.x.reshape(batch, *spatial, *parts)
     row = (1, *spatial, *((1,) if groups > 1 else ()), parts[-1])
-    apart = groups > 1 and not (scale is None and bias is None)  # factors are per channel
+    affine_outside = groups > 1 and not (scale is None and bias is None)  # factors are per channel
     within = (
         jnp.full(row, neutral, x.dtype)
-        if apart or p is None
+        if affine_outside or p is None
         else jnp.broadcast_to(p, moved.x.shape[1:]).reshape(row)
         for p, neutral in ((scale, 1), (bias, 0))
     )
@@ -163,7 +163,7 @@ def group_norm(
         wide, *within
     )
     statistics = tuple(v.reshape(batch, groups) for v in found)
-    if apart:
+    if affine_outside:
         y = _scaled_groups(moved.x, *statistics, scale, bias)
     y = moved.back(y.reshape(moved.x.shape))
     return (y, statistics) if return_statistics else y

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
-from .base import ANCHOR, BACKWARD_DIMS, Normalization, NormalizationBackward, Normalizing, Phased
-from .extents import Spatial
+from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased
+from .extents import Spatial, backward_example
 
 if TYPE_CHECKING:
-    from ..._core.graph.dims import Shape
     from ..._core.graph.node import Tensors
     from ..._core.graph.spec import GraphSpec, Tensor
 
@@ -23,22 +23,12 @@ OF_CHANNELS = ANCHOR._replace(order=CHANNELS_LAST)
 ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
-def backward_example(images: Shape) -> Example:
-    """An example of a backward with statistics per channel."""
-    statistics = dict.fromkeys(("scale", "mean", "inv_variance"), CHANNELS)
-    return Example(
-        {"grad": images, "input": images, **statistics},
-        dtypes=dict.fromkeys(statistics, "float32"),
-        positive=("inv_variance",),
-    )
-
-
 class OfChannels(Normalizing):
     """A normalization per channel: arrays are stored channels-last."""
 
     extent: ClassVar[Spatial]
     anchor = OF_CHANNELS
-    requires = "epsilon is a Python scalar"
+    about = About(requires="epsilon is a Python scalar")
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the channels; or into the batch, if batch elements are independent and no batched
@@ -54,6 +44,8 @@ class OfChannels(Normalizing):
 class BackwardOfChannels(OfChannels, NormalizationBackward):
     """Requires one dtype for all arrays with the shape of x."""
 
+    about = OfChannels.about._replace(rounding=NormalizationBackward.about.rounding)
+
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: into a float32 DX it writes the 16 bits of input.
         dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
@@ -65,7 +57,7 @@ class BackwardOfChannels(OfChannels, NormalizationBackward):
 class ForwardOfChannels(OfChannels, Normalization):
     """cuDNN writes the result of the last operation fused after it."""
 
-    rounding = ROUNDING
+    about = OfChannels.about._replace(rounding=ROUNDING)
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails at execution.
@@ -110,12 +102,13 @@ class InstancenormBackward(BackwardOfChannels):
     """
 
     method = "instancenorm_backward"
-    dims = BACKWARD_DIMS
-    requires = (
-        "a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA runs it"
+    ports = BACKWARD_PORTS
+    about = BackwardOfChannels.about._replace(
+        requires="a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA "
+        "runs it",
     )
     extent = Spatial(batch=False)
-    examples = (backward_example(_IMAGE),)
+    examples = (backward_example(_IMAGE, CHANNELS, CHANNELS, wide=("scale",)),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with 8 images, DScale and DBias miss one or more,
@@ -149,7 +142,9 @@ class Instancenorm(ForwardOfChannels, Phased):
     """
 
     method = "instancenorm"
-    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Spatial(batch=False)
     backward = InstancenormBackward
     examples = (

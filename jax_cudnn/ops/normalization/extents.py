@@ -1,13 +1,16 @@
-"""The dimensions over which normalizations take mean and variance, and how XLA does it."""
+"""The dimensions over which normalizations take mean and variance, how XLA does it, and operands
+of these shapes as examples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from ..._core.graph.dims import Shape
+from ..._core.graph.planned import Example
 
 _LONGEST = 12288  # of rows; measured on an H200
 _PIXELS = 4096  # of an image: up to here an estimate of the mean is good enough
@@ -125,3 +128,16 @@ class Spatial(Extent):
         off = jnp.mean(away, axis=axes, keepdims=True)
         variance = jnp.mean(jnp.square(away), axis=axes, keepdims=True) - jnp.square(off)
         return jax.lax.stop_gradient(guess) + off, jnp.maximum(variance, 0)
+
+
+def backward_example(
+    x: Shape, scale: Shape, statistics: Shape, dtype: str = "bfloat16", wide: Sequence[str] = ()
+) -> Example:
+    """Operands of a backward with a mean; ``wide`` are float32, as the statistics."""
+    both = dict.fromkeys(("mean", "inv_variance"), statistics)
+    return Example(
+        {"grad": x, "input": x, "scale": scale, **both},
+        dtype,
+        dtypes=dict.fromkeys((*wide, *both), "float32"),
+        positive=("inv_variance",),
+    )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import BY_REFERENCE, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
-from .base import BACKWARD_DIMS, TRAINING
-from .extents import Rows
+from .base import BACKWARD_PORTS, TRAINING
+from .extents import Rows, backward_example
 from .rows_base import BackwardOfRows, ForwardOfRows, ones
 
 if TYPE_CHECKING:
@@ -44,21 +44,9 @@ class AdalayernormBackward(BackwardOfRows):
     """
 
     method = "adalayernorm_backward"
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     extent = Rows(first=1)
-    examples = (
-        Example(
-            {
-                "grad": (4, 64, 256),
-                "input": (4, 64, 256),
-                "scale": (4, 1, 256),
-                "mean": (4, 64, 1),
-                "inv_variance": (4, 64, 1),
-            },
-            dtypes={"mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-    )
+    examples = (backward_example((4, 64, 256), (4, 1, 256), (4, 64, 1)),)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         yield Fold(dict.fromkeys(tensors, 0))
@@ -85,7 +73,9 @@ class Adalayernorm(ForwardOfRows):
     """
 
     method = "adalayernorm"
-    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Rows(first=1)
     backward = AdalayernormBackward
     examples = (
@@ -130,32 +120,12 @@ class LayernormBackward(BackwardOfRows):
     """
 
     method = "layernorm_backward"
-    dims = BACKWARD_DIMS
+    ports = BACKWARD_PORTS
     extent = Rows()
     in_front = AdalayernormBackward
     examples = (
-        Example(
-            {
-                "grad": (64, 256),
-                "input": (64, 256),
-                "scale": (1, 256),
-                "mean": (64, 1),
-                "inv_variance": (64, 1),
-            },
-            dtypes={"mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-        Example(
-            {
-                "grad": (3, 24, 96),
-                "input": (3, 24, 96),
-                "scale": (1, 1, 96),
-                "mean": (3, 24, 1),
-                "inv_variance": (3, 24, 1),
-            },
-            "float32",
-            positive=("inv_variance",),
-        ),
+        backward_example((64, 256), (1, 256), (64, 1)),
+        backward_example((3, 24, 96), (1, 1, 96), (3, 24, 1), "float32"),
     )
 
     def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
@@ -190,7 +160,9 @@ class Layernorm(ForwardOfRows):
     """
 
     method = "layernorm"
-    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    ports = Dims.parse(
+        "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    )
     extent = Rows()
     backward = LayernormBackward
     in_front = Adalayernorm
@@ -245,7 +217,9 @@ class RmsnormBackward(BackwardOfRows):
     """
 
     method = "rmsnorm_backward"
-    dims = "grad: *x, input: *x, scale: *s, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+    ports = Dims.parse(
+        "grad: *x, input: *x, scale: *s, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+    )
     extent = Rows(centred=False)
     examples = (
         Example(
@@ -270,9 +244,7 @@ class RmsnormBackward(BackwardOfRows):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, has_dbias=False) if "DBias" in results else self
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
+    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """DX with the scale multiplied in first; cuDNN computes one DScale for all rows."""
         grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
         node = dataclasses.replace(self, has_dbias=False)
@@ -280,7 +252,7 @@ class RmsnormBackward(BackwardOfRows):
             node,
             grad=g.mul(grad, inputs["scale"]),
             input=x,
-            scale=ones(g, tensors["scale"]),
+            scale=ones(g, like),
             inv_variance=inv_variance,
         )
         shape = inputs["scale"].shape
@@ -311,10 +283,10 @@ class Rmsnorm(ForwardOfRows):
     """
 
     method = "rmsnorm"
-    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m"
+    ports = Dims.parse("input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m")
     extent = Rows(centred=False)
     backward = RmsnormBackward
-    rounding = "the mean square in float32"
+    about = ForwardOfRows.about._replace(rounding="the mean square in float32")
     examples = (
         Example({"input": (64, 256), "scale": (1, 256), "epsilon": 1e-5}),
         Example(
@@ -324,15 +296,11 @@ class Rmsnorm(ForwardOfRows):
         Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
     )
 
-    def vmapped(
-        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor] | None:
+    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """Normalizes with a scale of ones, then scales: cuDNN takes one scale for all rows."""
-        if math.prod(inputs["epsilon"].shape) != 1:  # an array: runs in XLA
-            return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)
-        y, inv_var = g.apply(node, **values, scale=ones(g, tensors["scale"]))
+        y, inv_var = g.apply(node, **values, scale=ones(g, like))
         y = g.mul(y, inputs["scale"])
         y = g.add(y, inputs["bias"]) if "bias" in inputs else y
         return {"Y": y, "inv_var": inv_var}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, Engines, Fold, Seen
+from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, About, Engines, Fold, Seen, Work
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
@@ -35,11 +35,14 @@ class OfRows(Normalizing):
     # Measured on an H200 with cuDNN 9.19: the slow engine, for all shapes, takes 3 times as long as
     # XLA in the forward and up to 45 times in the backward. It is the only one for rows of 1000.
     anchor = ANCHOR._replace(prologue=ANY, slow=(1,), order=MERGED)
-    requires = _REQUIRES
+    about = About(requires=_REQUIRES)
 
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class for a leading dimension in all operands, with a separate scale per index."""
+    scaled_apart: Callable[..., dict[str, GraphTensor]] | None = None
+    """As ``Fold.computed``, of the scale of one element: multiplies by the scales in other nodes,
+    as cuDNN takes one for all rows."""
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
@@ -68,11 +71,11 @@ class OfRows(Normalizing):
         """See :class:`Engines`; ``length`` is that of a row."""
         return 0
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+    def work(self, tensors: Tensors) -> Work:
         """cuDNN has separate kernels for rows that fit one block of threads and for longer ones."""
-        length = self.length(tensors)
+        work, length = super().work(tensors), self.length(tensors)
         words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
-        return super().pattern(tensors) + words
+        return work._replace(pattern=work.pattern + words)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the rows if only row-wise operands are batched; otherwise leading."""
@@ -88,6 +91,9 @@ class OfRows(Normalizing):
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
             node = self.in_front(**fields)
             yield Fold(dict.fromkeys(tensors, LEAD), node, broadcast=("epsilon",))
+        number = "epsilon" not in tensors or tensors["epsilon"].value is not None
+        if self.scaled_apart is not None and number:  # with an array it runs in XLA
+            yield Fold({}, computed=functools.partial(self.scaled_apart, tensors["scale"]))
         yield BY_REFERENCE
 
 
@@ -101,6 +107,8 @@ def ones(g: Derivation, scale: Tensor) -> GraphTensor:
 class BackwardOfRows(OfRows, NormalizationBackward):
     """Also sums over rows, so with few rows much of the GPU is idle."""
 
+    about = OfRows.about._replace(rounding=NormalizationBackward.about.rounding)
+
     def rank(self, length: int, tensors: Tensors, engine: int, knobs: Mapping[str, int]) -> int:
         # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
         # without splitting rows, which the heuristics propose first.
@@ -112,7 +120,7 @@ class BackwardOfRows(OfRows, NormalizationBackward):
 class ForwardOfRows(OfRows, Phased):
     """cuDNN fuses the operations that compute the input into the same plan."""
 
-    rounding = _ROUNDING
+    about = OfRows.about._replace(rounding=_ROUNDING)
     computed = ("input",)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:

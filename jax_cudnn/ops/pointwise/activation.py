@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import Algebra, Engines, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
@@ -30,7 +31,7 @@ _UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
 def with_attributes(graph: GraphSpec) -> Engines:
     """Without the engine (cuBLASLt) that treats every relu as max(input, 0), measured with cuDNN
     9.19."""
-    return Engines(wrong=(0,) if graph.has_anchor else ())
+    return Engines(wrong=(0,) if graph.anchors else ())
 
 
 def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Example, ...]:
@@ -175,13 +176,13 @@ class Relu(Clipped):
     """
 
     method = "relu"
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("relu", "relu6")
+    ports = Dims.parse("input: ... -> OUT_0: ...")
+    about = About(jax_names=("relu", "relu6"))
     examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
-        if graph.has_anchor and self.steepness and self.upper_clip is not None:
+        if graph.anchors and self.steepness and self.upper_clip is not None:
             return Reason(
                 "it follows a convolution or matmul and has both a slope and an upper clip"
             )
@@ -223,9 +224,9 @@ class LeakyRelu(Pointwise):
     """
 
     method = "leaky_relu"
-    dims = "input: ... -> OUT_0: ..."
+    ports = Dims.parse("input: ... -> OUT_0: ...")
     result = "real"
-    jax_names = ("leaky_relu",)
+    about = About(jax_names=("leaky_relu",))
     examples = (
         Example({"input": IMAGES}, "bfloat16", {"negative_slope": 0.01}),
         Example({"input": ROWS}, "float32", {"negative_slope": 0.3}),
@@ -257,9 +258,9 @@ class Swish(Pointwise):
     """
 
     method = "swish"
-    dims = "input: ... -> OUT_0: ..."
+    ports = Dims.parse("input: ... -> OUT_0: ...")
     result = "real"
-    jax_names = ("silu", "swish")
+    about = About(jax_names=("silu", "swish"))
     examples = (*_UNARY, *small(("input",), {"swish_beta": 1.5}))
 
     swish_beta: float | None = None

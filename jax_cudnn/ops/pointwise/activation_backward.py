@@ -7,18 +7,19 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
-from .elementwise import IMAGES, ROWS, Pointwise, elementwise
+from .elementwise import IMAGES, ROWS, Pointwise, Slope, elementwise
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Values
@@ -31,16 +32,37 @@ _BACKWARD = (
 )
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={
-        "loss": lambda g, t, input: g.elu_backward(t, input),
-        "input": lambda g, t, loss, input: g.binary_select(
-            0.0, t * (loss * g.exp(g.min(input, 0.0))), input >= 0.0
-        ),
-    },
+def _gradient(**slopes: Slope) -> Callable[[Callable[..., jax.Array]], type[Pointwise]]:
+    """Decorator: :func:`elementwise` for a gradient without attributes. It is linear in ``loss``,
+    so the slope of that is the gradient itself."""
+
+    def make(function: Callable[..., jax.Array]) -> type[Pointwise]:
+        def itself(g: Any, t: Any, input: Any) -> Any:
+            return getattr(g, function.__name__)(t, input)
+
+        every = {"loss": itself, **slopes}
+        return elementwise(result="real", alike=True, examples=_BACKWARD, slopes=every)(function)
+
+    return make
+
+
+class _Gradient(Pointwise):
+    """A gradient with attributes; in the input it is piecewise constant."""
+
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
+    alike = True
+    ports = Dims.parse("loss: ..., input: ... -> OUT_0: ...")
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "input":
+            return None
+        return getattr(g, self.method)(t, values["input"], **self.keywords())
+
+
+@_gradient(
+    input=lambda g, t, loss, input: g.binary_select(
+        0.0, t * (loss * g.exp(g.min(input, 0.0))), input >= 0.0
+    ),
 )
 def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of elu: ``loss`` where ``input`` is positive, otherwise ``loss * exp(input)``.
@@ -50,12 +72,7 @@ def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jnp.exp(jnp.fmin(input, 0))
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={"loss": lambda g, t, input: g.gelu_backward(t, input)},
-)
+@_gradient()
 def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu: ``loss * (Phi(input) + input * phi(input))``.
 
@@ -66,12 +83,7 @@ def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * (0.5 * (1 + jax.lax.erf(input * 0.5**0.5)) + input * density)
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={"loss": lambda g, t, input: g.gelu_approx_tanh_backward(t, input)},
-)
+@_gradient()
 def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu_approx_tanh: ``loss * 0.5 * (1 + t + input * (1 - t**2) * u')``.
 
@@ -84,16 +96,10 @@ def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * 0.5 * (1 + t + input * (1 - t * t) * slope)
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={
-        "loss": lambda g, t, input: g.sigmoid_backward(t, input),
-        "input": lambda g, t, loss, input: g.sigmoid_backward(
-            t * (loss * (g.sigmoid(input) * -2.0 + 1.0)), input
-        ),
-    },
+@_gradient(
+    input=lambda g, t, loss, input: g.sigmoid_backward(
+        t * (loss * (g.sigmoid(input) * -2.0 + 1.0)), input
+    ),
 )
 def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of sigmoid: ``loss * s * (1 - s)`` with ``s = sigmoid(input)``.
@@ -104,14 +110,8 @@ def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * s * (1 - s)
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={
-        "loss": lambda g, t, input: g.softplus_backward(t, input),
-        "input": lambda g, t, loss, input: g.sigmoid_backward(t * loss, input),
-    },
+@_gradient(
+    input=lambda g, t, loss, input: g.sigmoid_backward(t * loss, input),
 )
 def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of softplus: ``loss * sigmoid(input)``.
@@ -121,16 +121,8 @@ def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jax.nn.sigmoid(input)
 
 
-@elementwise(
-    result="real",
-    alike=True,
-    examples=_BACKWARD,
-    slopes={
-        "loss": lambda g, t, input: g.tanh_backward(t, input),
-        "input": lambda g, t, loss, input: g.tanh_backward(
-            t * (loss * (g.tanh(input) * -2.0)), input
-        ),
-    },
+@_gradient(
+    input=lambda g, t, loss, input: g.tanh_backward(t * (loss * (g.tanh(input) * -2.0)), input),
 )
 def tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of tanh: ``loss * (1 - tanh(input)**2)``.
@@ -142,7 +134,7 @@ def tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
 
 
 @register
-class ReluBackward(Clipped):
+class ReluBackward(_Gradient, Clipped):
     """Gradient of relu with its slope and clips.
 
     ``OUT_0 = negative_slope * loss`` where ``input <= lower_clip``, 0 where
@@ -157,9 +149,6 @@ class ReluBackward(Clipped):
     """
 
     method = "relu_backward"
-    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
-    alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
     examples = (*_BACKWARD, *small(("loss", "input"), *CLIPS))
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
@@ -168,26 +157,16 @@ class ReluBackward(Clipped):
             jnp.where(input <= self.low, self.steepness * loss if self.steepness else 0.0, above),
         )
 
-    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
-        if port == "input":
-            return None
-        return g.relu_backward(
-            t, values["input"], self.negative_slope, self.lower_clip, self.upper_clip
-        )
-
 
 @register
 @frozen
-class LeakyReluBackward(Pointwise):
+class LeakyReluBackward(_Gradient):
     """Gradient of leaky_relu: ``negative_slope * loss`` where ``input <= 0``, otherwise ``loss``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_BWD`` with a slope.
     """
 
     method = "leaky_relu_backward"
-    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
-    alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"
     examples = (
         Example({"loss": IMAGES, "input": IMAGES}, "bfloat16", {"negative_slope": 0.01}),
@@ -199,15 +178,10 @@ class LeakyReluBackward(Pointwise):
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(input <= 0, self.negative_slope * loss, loss),)
 
-    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
-        if port == "input":
-            return None
-        return g.leaky_relu_backward(t, values["input"], self.negative_slope)
-
 
 @register
 @frozen
-class SwishBackward(Pointwise):
+class SwishBackward(_Gradient):
     """Gradient of swish: ``loss * s * (1 + b * input * (1 - s))`` with ``s = sigmoid(b * input)``.
 
     Args:
@@ -218,9 +192,6 @@ class SwishBackward(Pointwise):
     """
 
     method = "swish_backward"
-    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
-    alike = True
-    dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"
     examples = (*_BACKWARD, *small(("loss", "input"), {"swish_beta": 1.5}))
 
@@ -232,6 +203,4 @@ class SwishBackward(Pointwise):
         return (loss * s * (1 + scaled * (1 - s)),)
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
-        if port == "input":
-            return NotImplemented
-        return g.swish_backward(t, values["input"], self.swish_beta)
+        return NotImplemented if port == "input" else super().slope(g, port, t, values)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.graph.builder import register
-from ..._core.graph.planned import Example
+from ..._core.graph.dims import Dims
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
@@ -36,13 +37,13 @@ class Identity(Pointwise):
 
     method = "identity"
     algebra = Pointwise.algebra._replace(chooses=True)
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("positive",)
+    ports = Dims.parse("input: ... -> OUT_0: ...")
+    about = About(jax_names=("positive",))
     examples = usual("input")
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with equal types, the result is not written.
-        if graph.has_anchor and tensors["input"].dtype == tensors["OUT_0"].dtype:
+        if graph.anchors and tensors["input"].dtype == tensors["OUT_0"].dtype:
             return Reason("it changes nothing, and then cuDNN does not write its result")
         return super().support(tensors, graph)
 

@@ -8,6 +8,7 @@ it computes, decorated with :func:`elementwise`. Operations with attributes are 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,10 +16,10 @@ import jax
 
 from ..._core.errors import GraphError
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Algebra, Fold, Node
-from ..._core.graph.planned import Example
+from ..._core.graph.node import Algebra, Fold, Node, Work
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..transformations import anywhere
 
@@ -69,8 +70,8 @@ class Pointwise(Node):
             "cuDNN supports equal shapes only"
         )
 
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        return ""
+    def work(self, tensors: Tensors) -> Work:
+        return Work(math.prod(tensors[self.ports.outputs[0].name].shape))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
@@ -188,7 +189,7 @@ def elementwise(
             "__module__": function.__module__,
             "__qualname__": name,  # pickle finds the class under the function's name
             "method": name,
-            "dims": ", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ...",
+            "ports": Dims.parse(", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ..."),
             "slope": slope,
             "reads": {} if jumps else {p: _operands(f) for p, f in known.items() if f is not None},
             "reference": lambda self, **arrays: (function(**arrays),),
@@ -204,8 +205,7 @@ def elementwise(
             ),
             "singular": singular,
             "dtypes": dtypes,
-            "jax_names": jax_names,
-            "rounding": rounding,
+            "about": About(jax_names=jax_names, rounding=rounding),
             "examples": shapes,
         }
         # A dataclass by inheritance: it adds no fields, and decorating 50 classes would cost 30 ms

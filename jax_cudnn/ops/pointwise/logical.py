@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.dims import Dims, Shape
+from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
+from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
 from ..transformations import anywhere
@@ -33,64 +34,30 @@ _COMPARED = (
 _BOOLS = tuple(Example({"a": shape, "b": shape}, "bool") for shape in (IMAGES, ROWS))
 
 
-@elementwise(result="bool", jax_names=("equal", "eq"), examples=_COMPARED)
-def cmp_eq(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input == comparison``: booleans; dimensions of size 1 broadcast.
+def _comparison(
+    mode: str, sign: str, compare: Callable[[Any, Any], Any], *jax_names: str
+) -> type[Pointwise]:
+    """The node ``cmp_<mode>``, written as the operator ``sign``."""
 
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_EQ``.
+    def cmp(input: jax.Array, comparison: jax.Array) -> jax.Array:
+        return compare(input, comparison)
+
+    of_nan = compare(math.nan, math.nan)
+    cmp.__name__ = f"cmp_{mode}"
+    cmp.__doc__ = f"""Whether ``input {sign} comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); {of_nan} where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_{mode.upper()}``.
     """
-    return input == comparison
+    return elementwise(result="bool", jax_names=jax_names, examples=_COMPARED)(cmp)
 
 
-@elementwise(result="bool", jax_names=("not_equal", "ne"), examples=_COMPARED)
-def cmp_neq(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input != comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); True where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_NEQ``.
-    """
-    return input != comparison
-
-
-@elementwise(result="bool", jax_names=("greater", "gt"), examples=_COMPARED)
-def cmp_gt(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input > comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GT``.
-    """
-    return input > comparison
-
-
-@elementwise(result="bool", jax_names=("greater_equal", "ge"), examples=_COMPARED)
-def cmp_ge(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input >= comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GE``.
-    """
-    return input >= comparison
-
-
-@elementwise(result="bool", jax_names=("less", "lt"), examples=_COMPARED)
-def cmp_lt(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input < comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LT``.
-    """
-    return input < comparison
-
-
-@elementwise(result="bool", jax_names=("less_equal", "le"), examples=_COMPARED)
-def cmp_le(input: jax.Array, comparison: jax.Array) -> jax.Array:
-    """Whether ``input <= comparison``: booleans; dimensions of size 1 broadcast.
-
-    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LE``.
-    """
-    return input <= comparison
+cmp_eq = _comparison("eq", "==", operator.eq, "equal", "eq")
+cmp_neq = _comparison("neq", "!=", operator.ne, "not_equal", "ne")
+cmp_gt = _comparison("gt", ">", operator.gt, "greater", "gt")
+cmp_ge = _comparison("ge", ">=", operator.ge, "greater_equal", "ge")
+cmp_lt = _comparison("lt", "<", operator.lt, "less", "lt")
+cmp_le = _comparison("le", "<=", operator.le, "less_equal", "le")
 
 
 @elementwise(dtypes=("bool",), jax_names=("logical_and", "bitwise_and"), examples=_BOOLS)
@@ -139,8 +106,8 @@ class BinarySelect(Pointwise):
     method = "binary_select"
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
     algebra = Pointwise.algebra._replace(chooses=True)
-    dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
-    jax_names = ("where", "select")
+    ports = Dims.parse("input0: ..., input1: ..., mask: ... -> OUT_0: ...")
+    about = About(jax_names=("where", "select"))
     dtypes = (*Pointwise.dtypes, "bool")
     examples = (
         Example(
@@ -192,12 +159,12 @@ class GenIndex(Pointwise):
     """
 
     method = "gen_index"
-    dims = "input: *x -> OUT_0: *x"  # not "...": the position of an element matters
-    requires = (
-        "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
-        "mixes up axes 0 and 1"
+    ports = Dims.parse("input: *x -> OUT_0: *x")  # not "...": the position of an element matters
+    about = About(
+        requires="tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis "
+        "only: cuDNN mixes up axes 0 and 1",
+        jax_names=("iota", "broadcasted_iota", "arange", "indices"),
     )
-    jax_names = ("iota", "broadcasted_iota", "arange", "indices")
     examples = (
         Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
         Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
@@ -215,7 +182,7 @@ class GenIndex(Pointwise):
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         shape = inputs["input"].shape
         if not -len(shape) <= self.axis < len(shape):
             raise GraphError(
@@ -231,7 +198,7 @@ class GenIndex(Pointwise):
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
             return Reason(f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}")
-        if any(call.node.order == CHANNELS_LAST for call in graph.calls):
+        if any(call.node.anchor.order == CHANNELS_LAST for call in graph.calls):
             return Reason("cuDNN counts wrongly in a graph with a convolution")
         return None
 

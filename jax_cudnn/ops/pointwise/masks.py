@@ -18,10 +18,10 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
-from ..._core.graph.dims import Shape
+from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Fold, Node, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.node import Edge, Fold, Node, frozen, matched
+from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .activation import Relu
 from .arithmetic import mul
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..._core.graph.tensor import GraphTensor
     from ..._core.transforms.derivation import Derivation
 
-# In plans these nodes become cuDNN's own, see graph/boundary.py.
-_OTHERWISE = "cuDNN runs it only {}, with a mask that only g.masked reads"
 _IMAGES, _MASK = (8, 64, 14, 14), (8, 8, 14, 14)
 
 
@@ -50,15 +48,26 @@ def _mask_shape(shape: Shape) -> Shape:
     return (shape[0], shape[1] // BITS, *shape[2:])
 
 
-def _folds(tensors: Tensors) -> Iterable[Fold]:
-    """Into the batch or the channels: the mask and the input have these axes in common."""
-    yield Fold(dict.fromkeys(tensors, 0))
-    yield Fold(dict.fromkeys(tensors, 1))
+class _OfMask(Node):
+    """What the nodes that write and read a mask share: in plans they become cuDNN's own, see
+    graph/boundary.py."""
+
+    dtypes = FLOATS
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        # Into the batch or the channels: the mask and the input have these axes in common.
+        yield Fold(dict.fromkeys(tensors, 0))
+        yield Fold(dict.fromkeys(tensors, 1))
+
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return Reason(
+            f"cuDNN runs it only {self.about.requires}, with a mask that only g.masked reads"
+        )
 
 
 @register
 @frozen
-class ReluMask(Node):
+class ReluMask(_OfMask):
     """relu, and the bit mask of its positive results: ``OUT_0 = max(input, 0)``.
 
     The derivative reads the mask: ``g.masked(tangent, MASK)``. Use it after a batch normalization,
@@ -74,9 +83,8 @@ class ReluMask(Node):
     """
 
     method = "relu_mask"
-    dims = "input: *x -> OUT_0: *x, MASK: *m"
-    dtypes = FLOATS
-    requires = "together with batchnorm"
+    ports = Dims.parse("input: *x -> OUT_0: *x, MASK: *m")
+    about = About(requires="together with batchnorm")
     examples = (Example({"input": _IMAGES}, alone=False),)
 
     has_mask: bool = True
@@ -93,7 +101,7 @@ class ReluMask(Node):
         return replace(self, has_mask=False) if "MASK" in results else self
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        self.sizes(inputs)
+        matched(self, inputs)
         x = inputs["input"]
         found = {"OUT_0": (x.shape, x.dtype), "MASK": (_mask_shape(x.shape), "uint8")}
         return {port: found[port] for port in self.results}
@@ -109,15 +117,9 @@ class ReluMask(Node):
             return super().jvp(g, tangents, inputs, outputs)
         return {"OUT_0": g.masked(tangents["input"], outputs["MASK"])}
 
-    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        return _folds(tensors)
-
-    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return Reason(_OTHERWISE.format(self.requires))
-
 
 @register
-class Masked(Node):
+class Masked(_OfMask):
     """Apply a mask from ``relu_mask``: ``OUT_0 = input`` where its bit is set, else 0.
 
     Args:
@@ -129,9 +131,8 @@ class Masked(Node):
     """
 
     method = "masked"
-    dims = "input: *x, mask: *m -> OUT_0: *x"
-    dtypes = FLOATS
-    requires = "together with batchnorm_backward"
+    ports = Dims.parse("input: *x, mask: *m -> OUT_0: *x")
+    about = About(requires="together with batchnorm_backward")
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -152,9 +153,6 @@ class Masked(Node):
     def reference(self, input: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(_unpacked(mask), input, 0),)
 
-    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
-        return Reason(_OTHERWISE.format(self.requires))
-
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge(bits=((mul(), ("input", "mask"), "OUT_0"),), masks=("mask",))
 
@@ -168,9 +166,6 @@ class Masked(Node):
         if str(x.dtype) not in FLOATS:  # relu_mask has rounded its result to float8
             x = g.rounded(x, "float32")
         return {"input": g.masked(x, inputs["mask"])}
-
-    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
-        return _folds(tensors)
 
 
 def _packed(bits: jax.Array) -> jax.Array:

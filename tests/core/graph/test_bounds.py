@@ -48,6 +48,15 @@ def computed(g, q, k, v, n):
     return g.sdpa(q, k, v, seq_len_q=g.identity(n), seq_len_kv=n)[0]
 
 
+FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+@jc.graph
+def float8(g, q, k, v, n, one):
+    factors = dict.fromkeys(FACTORS, one)
+    return g.sdpa_fp8(q, k, v, seq_len_q=n, seq_len_kv=n, **factors)[0]
+
+
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
 PAGES = [S((9, 16, 2, 64), "bfloat16")] * 2
 TABLE = S((3, 4), "int32")
@@ -58,6 +67,14 @@ GRAPHS = {
     "pages": (paged, [S((3, 5, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
     "qkv": (qkv, [S((3, 16, 8, 64), "bfloat16"), LENGTHS]),
     "graph": (graph, [S((3, 4, 16, 64), "bfloat16")] * 3 + [S((3, 1, 1, 1), "int32")]),
+    "float8": (
+        float8,
+        [
+            *[S((3, 4, 16, 64), "float8_e4m3fn")] * 3,
+            S((3, 1, 1, 1), "int32"),
+            S((1, 1, 1, 1), "float32"),
+        ],
+    ),
 }
 
 
@@ -81,7 +98,7 @@ def operands(plan, low, high):
 
 def integers(spec, values):
     """What a graph is given at each port of integers, and the shapes at all its ports."""
-    ((call, ports),) = [(c, p) for c, at in spec.at_ports if (p := c.node.boundary(at).integers)]
+    ((call, ports),) = [(c, p) for c in spec.calls if (p := c.node.indices.positions)]
     given = dict(zip(spec.inputs, values, strict=True))
     found = {port: np.asarray(given[name]) for port, name in call.inputs if name in given}
     shapes = {port: spec.tensor(name).shape for port, name in (*call.inputs, *call.outputs)}
@@ -118,7 +135,7 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
     if name in ("pages", "decode"):
         assert found["seq_len_kv"].max() <= 4 * 16
         assert found["seq_len_q"].max() <= shapes["q"][1]
-    if name in ("qkv", "graph"):
+    if name in ("qkv", "graph", "float8"):
         assert max(x.max() for x in found.values()) <= 16
 
 
@@ -145,13 +162,13 @@ def test_packed_lengths_end_with_their_tokens():
 @pytest.mark.deviceless
 def test_integers_in_bounds_stay_as_they_are():
     spec = planned("packed").spec
-    ((call, tensors),) = spec.at_ports
+    (call,) = spec.calls
     starts, lengths = jnp.array([0, 16, 30, 40]), jnp.array([16, 14, 10])
     given = {}
     for port, name in call.inputs:
         tensor = spec.tensor(name)
         given[name] = jnp.ones(tensor.shape, tensor.dtype)
-        if port in call.node.boundary(tensors).integers:
+        if port in call.node.indices.positions:
             kind = port.removeprefix("ragged_offset_")
             size = {"q": 256, "o": 256, "stats": 4}.get(kind, 128)
             value = starts * size if port != kind else lengths

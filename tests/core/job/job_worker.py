@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
-from jax_cudnn._core.job import agreement
+from jax_cudnn._core import job
 from jax_cudnn._core.planning import planner
 
 CALL = "custom_call @jax_cudnn("
@@ -38,14 +38,16 @@ def hashed(text):
 
 def agree(devices, rank):
     """The agreement through JAX's own store."""
-    given = {"devices": devices, "name": "linear", "identity": lambda: "versions", "timeout": 60}
+    among = job.participants(devices)
+    given = {"name": "linear", "identity": lambda: "versions", "timeout": 60}
+    large, fails = (job.Question(key, among, **given) for key in ("large", "failure"))
 
     def refuse():
         raise jc.UnsupportedGraphError("linear: no engine")
 
     noise = np.random.default_rng(0).bytes(1_000_000).hex()
-    made = agreement.agreed("large", make=lambda: {"by": rank, "noise": noise}, **given)
-    failure = outcome(lambda: agreement.agreed("failure", make=refuse, **given))
+    made = job.agreed(large, lambda: {"by": rank, "noise": noise})
+    failure = outcome(lambda: job.agreed(fails, refuse))
     return {"agreed": [made["by"], made["noise"] == noise], "failure": failure}
 
 
@@ -79,7 +81,7 @@ def compile_programs(devices, rank):
     if rank == 1:
         jc.configure(job_timeout=0.5)
         found["another program"] = outcome(lambda: lower(96))
-    agreement.leader = lambda devices: None
+    job.participants = lambda devices: []
     found["alone"] = hashed(lower(128))
     return found
 
@@ -120,7 +122,7 @@ def main(port, rank):
     devices = jax.devices()
     found = {
         "processes": sorted(device.process_index for device in devices),
-        "leader": agreement.leader(devices),
+        "leader": job.participants(devices)[0],
         **agree(devices, rank),
         "trained": train(devices),
     }

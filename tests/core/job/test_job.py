@@ -14,9 +14,7 @@ import pytest
 from helpers import python, two_processes
 
 import jax_cudnn as jc
-from jax_cudnn._core import compat
-from jax_cudnn._core.job import agreement
-from jax_cudnn._core.job import agreement as job_record
+from jax_cudnn._core import compat, job
 
 WORKER = Path(__file__).with_name("job_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
@@ -48,7 +46,7 @@ class Store:
 
 
 def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0):
-    return agreement.Question(key, processes, "linear", lambda: identity, timeout)
+    return job.Question(key, processes, "linear", lambda: identity, timeout)
 
 
 def devices(*processes):
@@ -77,13 +75,13 @@ def threads():
 @pytest.fixture
 def job_of_two():
     store = Store()
-    return agreement.Job(store, 0), agreement.Job(store, 1)
+    return job.Job(store, 0), job.Job(store, 1)
 
 
 def test_the_lowest_process_leads_where_this_one_takes_part(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 3)
-    for processes, leader in (((3, 3), None), ((0, 1), None), ((3, 1, 3), 1), ((3, 7), 3)):
-        assert agreement.leader(devices(*processes)) == leader
+    for processes, found in (((3, 3), []), ((0, 1), []), ((3, 1, 3), [1, 3]), ((3, 7), [3, 7])):
+        assert job.participants(devices(*processes)) == found
 
 
 def test_the_others_take_what_the_lowest_made(job_of_two, monkeypatch):
@@ -92,20 +90,20 @@ def test_the_others_take_what_the_lowest_made(job_of_two, monkeypatch):
     assert zero.agreed(question(), lambda: made) == {**made, "tuple": [1, 2]}
     published = dict(zero.client.values)
     one.agreed(question(), never)["cut"].append(3)  # an answer is the asker's own
-    for process in (zero, one, agreement.Job(zero.client, 0)):
+    for process in (zero, one, job.Job(zero.client, 0)):
         assert process.agreed(question(), never) == {**made, "tuple": [1, 2]}
     assert zero.client.values == published
     assert zero.agreed(question("graph 2"), dict) == {}  # decided apart
     parts = vars(jc.GraphError("x"))
     records = [{"class": "GraphError", "parts": part} for part in (5, {}, {"summary": "x"})]
     records += [{"class": name, "parts": parts} for name in ("rebuild", "Any", "jax", 5)]
-    records = [job_record.pack(error=error) for error in (5, {}, *records)]
-    monkeypatch.setattr(job_record, "_LARGEST", 1000)
-    large = job_record.pack(made={"x": "x" * 40_000}, identity=VERSIONS)
+    records = [job.pack(error=error) for error in (5, {}, *records)]
+    monkeypatch.setattr(job, "_LARGEST", 1000)
+    large = job.pack(made={"x": "x" * 40_000}, identity=VERSIONS)
     for record in (b"no record", large, *records):
         for path in zero.client.values:
             zero.client.values[path] = record
-        other = error_of(lambda: agreement.Job(zero.client, 1).agreed(question(), never))
+        other = error_of(lambda: job.Job(zero.client, 1).agreed(question(), never))
         assert isinstance(other, jc.JobError)
         assert "holds something else" in other.summary, record
 
@@ -184,15 +182,15 @@ def test_ranks_with_other_libraries_are_refused(job_of_two, monkeypatch):
         assert isinstance(error, jc.LibraryError)
         assert error.expected == "process 0: GPU memory 141, frontend 1.28.0"
         assert error.got == "process 1: GPU memory 80, frontend 1.32.0"
-    monkeypatch.setattr(job_record, "_FORMAT", 2)
+    monkeypatch.setattr(job, "_FORMAT", 2)
     with pytest.raises(jc.LibraryError, match="another version of jax_cudnn"):
         one.agreed(question(), never)
 
 
 def test_without_a_job_everybody_decides(monkeypatch):
     def ask(*processes):
-        options = {"name": "linear", "identity": lambda: VERSIONS, "timeout": 0.01}
-        return agreement.agreed("graph", devices(*processes), lambda: made, **options)
+        among = job.participants(devices(*processes))
+        return job.agreed(question(processes=among, timeout=0.01), lambda: made)
 
     made, store = {"tuple": (1, 2)}, Store()
     assert ask(0, 1) is made  # no jax.distributed

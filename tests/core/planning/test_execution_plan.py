@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import auto
+from jax_cudnn._core import auto, job
 from jax_cudnn._core.cuda_graphs import _new_call_site
 from jax_cudnn._core.graph.boundary import boundary
-from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
 from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.deviceless import profiles
@@ -30,7 +29,7 @@ from jax_cudnn._core.planning.execution_plan import (
     decode,
     uids,
 )
-from jax_cudnn._core.planning.stored import key_text, plan_of
+from jax_cudnn._core.planning.stored import check_entry, key_text, plan_of
 from jax_cudnn._core.store.archive import export, import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
@@ -328,19 +327,20 @@ def test_an_altered_field_is_discarded_and_planned_anew(field, store, caplog, tm
     values += [{k: v for k, v in GOOD.items() if k != field}, GOOD | {f"{field}s": GOOD[field]}]
     for value in values:
         path.write_bytes(encode(Content(key, value, "")))
-        assert len(folder.verify()[1]) == 1, (field, value[field])
+        assert len(folder.verify(check_entry)[1]) == 1, (field, value[field])
         with zipfile.ZipFile(archive, "w") as file:
             file.writestr(path.name, path.read_bytes())
-        assert [*import_(PlanCache(tmp_path / "other"), archive).refused] == [path.name]
+        other = PlanCache(tmp_path / "other")
+        assert [*import_(other, archive, check_entry).refused] == [path.name]
         planner.clear()
         built.clear()
         assert planner.plan(SPEC, H200, "f") == want
         assert len(built) == 1, value
         assert folder.get(key) == GOOD
-    assert folder.verify() == (1, [])
+    assert folder.verify(check_entry) == (1, [])
     export(folder, archive)
     path.write_bytes(encode(Content(key, values[0], "")))
-    assert [import_(folder, archive)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
+    assert [import_(folder, archive, check_entry)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
     planner.clear()
     assert planner.plan(SPEC, H200, "f") == want
     assert len(built) == 1
@@ -379,8 +379,8 @@ def test_an_altered_split_is_discarded_and_searched_anew(rows, store, monkeypatc
 
 def test_a_job_refuses_a_plan_that_is_not_for_its_graph(made_up_plans, monkeypatch):
     row = {"calls": [0, 1, 2], "plan": build(SPEC).to_json(), "reason": ""}
-    monkeypatch.setattr(agreement, "leader", lambda devices: 0)
-    monkeypatch.setattr(agreement, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
+    monkeypatch.setattr(job, "participants", lambda devices: [0, 1])
+    monkeypatch.setattr(job, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
     device = SimpleNamespace(device_kind="NVIDIA H200")
     (plan,) = auto.plan_graph(SPEC, H200, "f", [device]).execution_plans
     assert plan == build(SPEC)

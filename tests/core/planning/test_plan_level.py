@@ -14,6 +14,7 @@ from cases import all_cases, conv_bias_relu
 from helpers import product
 
 import jax_cudnn as jc
+from jax_cudnn._core import candidates
 from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.by_reference import ByReference
 from jax_cudnn._core.graph.node import REGISTRY, Node
@@ -85,6 +86,34 @@ def test_select_gives_the_plan_of_a_candidate():
     for wrong in (1000, foreign):
         with pytest.raises(jc.GraphError, match="no such candidate"):
             made.select(wrong)
+
+
+@pytest.mark.deviceless
+def test_the_fastest_of_the_first_candidates_is_taken(monkeypatch):
+    """With a stand-in for the GPU, on which the first one fails."""
+    made, ran = plan(), []
+
+    def time(planned, arrays, device):
+        ran.append(planned.engine)
+        if len(ran) == 1:
+            raise jax.errors.JaxRuntimeError("it does not run\nhere")
+        return {3: 1e-6}.get(len(ran), 2e-6)
+
+    monkeypatch.setattr(candidates, "time", time)
+    monkeypatch.setattr(candidates.execution, "on_device", lambda planned, arrays, device: arrays)
+    rows = made.time_candidates(limit=4)
+    timed = [row.name for row in rows if row.seconds is not None]
+    assert len(rows) == len(made.candidates) > 5
+    assert timed == ran[1:]
+    assert len(timed) == 4, "another takes the place of one that fails"
+    (failed,) = (row for row in rows if row.name == ran[0])
+    assert (failed.supported, failed.reason) == (False, "it does not run")
+    ran.clear()
+    assert made.autotune(limit=4).engine == timed[1] != made.engine
+    ran.clear()
+    monkeypatch.setattr(candidates, "tried", lambda planned, row: row)  # builds none
+    assert made.autotune(limit=None) == made, "nothing ran"
+    assert ran == [made.engine]
 
 
 @pytest.mark.deviceless

@@ -18,6 +18,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import settings
+from jax_cudnn._core.planning.stored import check_entry
 from jax_cudnn._core.store import cache
 from jax_cudnn._core.store import entry as cache_entry
 from jax_cudnn._core.store.cache import PlanCache
@@ -170,7 +171,7 @@ def test_a_process_that_is_killed_leaves_a_sound_folder(store, where, damaged):
         store.path(digest("key")).write_bytes(b"no entry")
     process = script(_KILLED, store.folder, where, json.dumps(values[4]))
     finished(process, status=-9, stderr="is ignored" if damaged else "")
-    assert [entry.digest for entry in store.verify()[1]] == [digest("key")] * damaged
+    assert [entry.digest for entry in store.verify(check_entry)[1]] == [digest("key")] * damaged
     found = store.get("key")
     assert found == (values[4] if where == "scandir" else None)
     assert store.put("key", values[5]) == store.get("key") == (found or values[5])
@@ -217,11 +218,11 @@ def test_a_file_that_cannot_be_used_warns_once_and_is_replaced(
     assert path.name in warning
     assert f"cache verify --folder {store.folder}" in warning
     assert PlanCache(store.folder, LIMIT).get(KEY) is None
-    assert [entry.problem.partition(":")[0] for entry in store.verify()[1]] == [word]
+    assert [entry.problem.partition(":")[0] for entry in store.verify(check_entry)[1]] == [word]
     assert store.put(KEY, VALUE, "label") is VALUE
     assert PlanCache(store.folder, LIMIT).get(KEY) == VALUE
     assert store.get("sound") == {"n": 1}
-    assert store.verify() == (2, [])
+    assert store.verify(check_entry) == (2, [])
     assert len(warnings()) == 1
 
 

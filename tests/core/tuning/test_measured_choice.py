@@ -17,7 +17,7 @@ import pytest
 from cases import all_cases
 
 import jax_cudnn as jc
-from jax_cudnn._core import agreement, auto, compat, ffi, lowering, settings, trials, tuning
+from jax_cudnn._core import agreement, auto, compat, execution, ffi, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.boundary import boundary
 from jax_cudnn._core.graph.xla_form import NARROW, evaluate
@@ -139,7 +139,7 @@ def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatc
             results = evaluate(spec, *operands)
             return [2 * y for y in results] if products == NARROW else results
 
-        monkeypatch.setattr(lowering, "evaluate", form)
+        monkeypatch.setattr(execution, "evaluate", form)
     else:
         known = losses.Loss("p", 3.0, "H200", "today", "9.19", (), True)
         monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: known)
@@ -152,7 +152,7 @@ def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatc
         (segment,) = planned.segments
         assert segment.strict
         assert segment.reason.startswith("no measured way is right: cuDNN eng0")
-        got = lowering.run(planned, "f", ffi.call, x, x)
+        got = execution.run(planned, "f", x, x)
         np.testing.assert_array_equal(got[0], evaluate(SPEC, x, x)[0])
         measured, fake.measured = fake.measured, 0
         auto.clear()
@@ -252,13 +252,13 @@ def test_figures_hold_for_values_of_any_size():
             found = agreement.figures(got, want)
             np.testing.assert_allclose(found.relative, relative, atol=1e-5)
             np.testing.assert_allclose(found.bias, relative, atol=1e-5)
-            assert found.told
+            assert found.informative
         one = agreement.figures(want.at[7].set(jnp.inf), want)
         assert (one.relative, one.worst, one.larger[-1], one.other) == (math.inf, math.inf, 0, 1)
         assert agreement.figures(want.at[7].set(jnp.nan), want).worst == math.inf
     mostly = jnp.where(jnp.arange(100) < 80, 1.0, jnp.nan)
     for blank in (jnp.ones(100), mostly, jnp.zeros((5, 5), bool)):
-        assert not agreement.figures(blank, blank).told
+        assert not agreement.figures(blank, blank).informative
 
 
 def changed(want):
@@ -310,7 +310,7 @@ def test_wrong_results_of_each_operation_are_seen(name):
         names.clear()
         try:
             right, found = compared(spec, wrongly, plain)
-        except agreement.UntoldError:
+        except agreement.UninformativeError:
             continue
         assert not right
         assert len(names) > 1
@@ -388,7 +388,7 @@ def test_a_wrong_result_is_seen(name):
     spec = jc.graph(graph, precision=precision).trace(aval, aval)[1].spec
     try:
         right, (found,) = compared(spec, wrongly)
-    except agreement.UntoldError:
+    except agreement.UninformativeError:
         right, (found,) = compared(spec, wrongly, plain=True)
     assert not right
     assert found
@@ -722,15 +722,15 @@ def test_operands_are_valid_for_their_ports(case, plain):
         drawn, boundary(spec).clipped(drawn), spec.input_tensors, strict=True
     ):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(kept), tensor.name)
-    for call, tensors in spec.at_ports:
+    for call in spec.calls:
         values = {p: drawn[spec.inputs.index(n)] for p, n in call.inputs if n in spec.inputs}
-        for port in {*values} & {*call.node.boundary(tensors).integers}:
+        for port in {*values} & {*call.node.indices.positions}:
             x = values[port].ravel()
             if x.size == len(values[port]) and x.size > 1 and (x[0], x[-1]) != (0, 0):
                 assert x[-1] > 0, port
             if "page" in port:
                 assert len({*x.tolist()}) > 1 or x.size == 1, port
-        offsets = [values[o] for o in call.node.offsets.values() if o in values]
+        offsets = [values[o] for o in call.node.indices.offsets.values() if o in values]
         assert all((np.diff(x.ravel()) > 0).all() and x.ravel()[0] == 0 for x in offsets)
 
 

@@ -7,6 +7,7 @@ from test_measured_choice import GPU, fake, spec_of, taken  # noqa: F401
 
 import jax_cudnn as jc
 from jax_cudnn._core import auto, compat, context, tuning
+from jax_cudnn._core.planning.stored import check_entry
 from jax_cudnn._core.plans import tune
 from jax_cudnn._core.sharding import work
 from jax_cudnn._core.store import archive
@@ -182,7 +183,7 @@ def test_an_import_brings_what_a_step_has_chosen(fake, tmp_path):  # noqa: F811
         if known:
             assert taken(spec)[0] == "eng0"
             auto.clear()
-        archive.import_(PlanCache(there), tmp_path / "file.zip")
+        archive.import_(PlanCache(there), tmp_path / "file.zip", check_entry)
         assert taken(spec)[0] == "XLA"
         assert tuning.steps() == chosen
 

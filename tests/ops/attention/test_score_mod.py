@@ -210,6 +210,7 @@ WRONG = {  # words, and a function with its operands
     "jnp.where": (lambda s, b, h, q, kv: s > 0, ()),
     "remove the cast": (of_score(lambda s: s.astype("bfloat16") * 2.0 + s), ()),
     "condition on an array": (of_score(lambda s: s if s > 0 else -s), ()),
+    "has a Python condition": (of_score(lambda s: s if s.sum() > 0 else -s), ()),
     "random": (of_score(lambda s: s + jax.random.normal(jax.random.key(0), s.shape)), ()),
     "'table'": (biased, ()),
 }

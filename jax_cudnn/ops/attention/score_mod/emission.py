@@ -113,21 +113,16 @@ class Emission:
 
     def _causal(self, graph: Any) -> Any:
         """The scores, with -inf where the key comes after the query."""
-        kinds = _kinds()
-        seen = graph.cmp_ge(
-            self._index(graph, 2), self._index(graph, 3), compute_data_type=kinds.FLOAT
-        ).set_data_type(kinds.BOOLEAN)
+        seen = _in_float(graph, "cmp_ge", self._index(graph, 2), self._index(graph, 3))
+        seen.set_data_type(_kinds().BOOLEAN)
         made = graph.binary_select(self._score, self._number(graph, -math.inf), seen)
-        return made.set_data_type(kinds.FLOAT)
+        return made.set_data_type(_kinds().FLOAT)
 
     def _hidden(self, graph: Any, made: Any, seen: Any) -> Any:
         """The modified scores, with -inf where the scores are -inf."""
-        kind = _kinds().FLOAT
-        far = graph.add(seen, self._number(graph, _LARGEST), compute_data_type=kind)
-        least = graph.min(far.set_data_type(kind), self._number(graph, 0.0), compute_data_type=kind)
-        return graph.add(made, least.set_data_type(kind), compute_data_type=kind).set_data_type(
-            kind
-        )
+        far = _in_float(graph, "add", seen, self._number(graph, _LARGEST))
+        least = _in_float(graph, "min", far, self._number(graph, 0.0))
+        return _in_float(graph, "add", made, least)
 
     def backward(self, graph: Any, gradient: Any) -> Any:
         """The callback ``score_mod_bprop``, called after ``score_mod``."""
@@ -187,12 +182,9 @@ class Emission:
         """A scalar as a tensor of the scores' shape."""
         key = id(graph), value.hex()
         if key not in self._tensors_of:
-            kind = _kinds().FLOAT
-            number = self._number(graph, 0.0)
-            made = graph.mul(self._index(graph, 3), number, compute_data_type=kind)
-            made = made.set_data_type(kind)
-            made = graph.add(made, self._number(graph, value), compute_data_type=kind)
-            self._tensors_of[key] = made.set_data_type(kind)
+            zero = self._number(graph, 0.0)
+            nothing = _in_float(graph, "mul", self._index(graph, 3), zero)
+            self._tensors_of[key] = _in_float(graph, "add", nothing, self._number(graph, value))
         return self._tensors_of[key]
 
     def _number(self, graph: Any, value: float) -> Any:
@@ -254,10 +246,9 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
     if not calls or any(axis_of(call.node) is not None for call in calls):
         return None
     tensors = tuple(t for t in spec.tensors if t.name in needed)
-    inner = intern(
+    return intern(
         dataclasses.replace(spec, tensors=tensors, calls=tuple(calls), outputs=(changed,))
     )
-    return inner
 
 
 def _numbers_in(spec: GraphSpec) -> set[str]:
@@ -269,6 +260,12 @@ def _kinds() -> Any:
     import cudnn
 
     return cudnn.data_type
+
+
+def _in_float(graph: Any, method: str, *operands: Any) -> Any:
+    """The result of an operation in float32."""
+    kind = _kinds().FLOAT
+    return getattr(graph, method)(*operands, compute_data_type=kind).set_data_type(kind)
 
 
 def refused_backward(mod: ScoreMod, scores: Shape) -> Reason | None:

@@ -27,7 +27,8 @@ from .primitives import PRIMITIVES, SHORT, TAKEN
 
 
 class Traced(GraphBuilder):
-    """Builds the graph of one function; ``arrays`` are captured arrays, as further operands."""
+    """Builds the graph of one function; ``arrays`` are captured arrays, as further operands, and
+    ``truths`` the operands that are 1 and 0 in the graph and booleans in the function."""
 
     def __init__(
         self,
@@ -39,7 +40,11 @@ class Traced(GraphBuilder):
         super().__init__()
         self.scores, self.numbers, self.kind = scores, numbers, kind
         self.score = self.input("score", scores, kind)
-        self.operands = [self._operand(shape, dtype) for shape, dtype in operands]
+        self.operands = [
+            self._operand(shape, kind if dtype == "bool" else dtype) for shape, dtype in operands
+        ]
+        names = zip(self.operands, operands, strict=True)
+        self.truths = {x.name for x, (_, dtype) in names if dtype == "bool"}
         self.arrays: list[Any] = []
         self.closes_over = False
 
@@ -54,13 +59,14 @@ class Traced(GraphBuilder):
         given = [shaped(self.scores, self.kind)]
         for axis, size in enumerate(self.scores):
             given.append(shaped(tuple(size if i == axis else 1 for i in range(4)), "int32"))
-        given += [shaped(x.shape, x.dtype) for x in self.operands]
+        given += [shaped(x.shape, self._taken(x)[0]) for x in self.operands]
         # A new lambda: JAX caches the trace of a function, with the arrays that it captured.
         closed = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)
         try:
             jaxpr, result = closed(*given)
         except (ValueError, jax.errors.TracerBoolConversionError) as error:
-            if isinstance(error, JaxCudnnError) or "truth value" not in f"{error}".lower():
+            scalar = isinstance(error, jax.errors.TracerBoolConversionError)
+            if isinstance(error, JaxCudnnError) or not (scalar or "truth value" in f"{error}"):
                 raise
             raise GraphTypeError(
                 "score_mod has a Python condition on an array",
@@ -70,7 +76,7 @@ class Traced(GraphBuilder):
             ) from error
         self._check(function, result)
         indices = [functools.partial(self._index, axis) for axis in range(4)]
-        values = [self.score, *indices, *self.operands]
+        values = [self.score, *indices, *(self._taken(x)[1] for x in self.operands)]
         (out,) = self._run(jaxpr.jaxpr, jaxpr.consts, values)
         out = self._full(out)
         if out.name in self._inputs:
@@ -78,6 +84,12 @@ class Traced(GraphBuilder):
         spec = self.finish([out])
         ours = [x.name for x in self.operands]
         return spec, tuple(ours.index(name) for name in spec.inputs if name != self.score.name)
+
+    def _taken(self, x: GraphTensor) -> tuple[Any, Any]:
+        """The dtype of an operand in the function, and its value."""
+        if x.name in self.truths:
+            return "bool", functools.partial(self.made, "cmp_neq", x, 0.0)
+        return x.dtype, x
 
     def _check(self, function: Callable[..., Any], result: Any) -> None:
         where = defined_at(function)

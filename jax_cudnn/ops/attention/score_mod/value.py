@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -187,26 +187,6 @@ def stretched(shape: Shape, scores: Shape) -> Shape:
     if shape[2] == scores[2] or (shape[0] == 1 and shape[2:] == (1, 1)):
         return shape
     return (*shape[:2], scores[2], shape[3])
-
-
-def folds(
-    mod: ScoreMod, batched: frozenset[str], tensors: Tensors, fixed: Collection[str] = ()
-) -> Iterable[dict[str, int]]:
-    """Into the batch: operands shared by the batch stay shared, unless they are batched or
-    ``fixed``, as those are whose gradients are wanted: these are not shared."""
-    examples = tensors["q"].shape[0]
-    shared = {
-        port
-        for port, tensor in tensors.items()
-        if (port == "bias" or is_operand(port))
-        and tensor.shape[0] == 1
-        and (examples != 1 or port not in batched)
-        and port not in fixed
-    }
-    whole = {port for port in tensors if port not in shared}
-    summed = any(tensors[port].shape[0] != examples for port in fixed)
-    if not (shared & batched or mod.counts_examples or summed):
-        yield dict.fromkeys(whole, 0)
 
 
 def check_function(function: Any) -> None:

@@ -41,20 +41,21 @@ def written(
     kind: str = "float32",
 ) -> tuple[ScoreMod, list[Any]]:
     """A user's function followed by the band and the lengths, as one value, and the operands that
-    it reads, given or captured. It gets operands at ``truths`` as booleans.
+    it reads, given or captured. It gets operands at ``truths``, which are 1 and 0, as booleans.
 
     Equal functions and shapes are traced once, while such a function lives; functions that capture
     arrays are traced at each call, as these may change. With ``numbers``, known arrays of one
     element become constants of the graph, otherwise operands.
     """
     everything = [*operands, *lengths]
-    avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
-    known, key = _known_of(function), (scores, avals, len(lengths), band, truths, kind)
+    avals = tuple(
+        (tuple(x.shape), "bool" if i in truths else str(x.dtype)) for i, x in enumerate(everything)
+    )
+    known, key = _known_of(function), (scores, avals, len(lengths), band, kind)
     found = known.get(key)
     if found is None:
         _check_parameters(function, len(operands))
-        user = _Truths(function, truths) if truths else function
-        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers, kind)
+        mod, read, traced = _written(function, avals, scores, band, len(operands), numbers, kind)
         found = mod, read
         everything += traced.arrays
         if len(known) >= _MANY:
@@ -181,28 +182,6 @@ def _hides(band: Band, queries: int, keys: int) -> bool:
     return before or (band.left is not None and queries + shift - band.left > keys - 1)
 
 
-@dataclass(frozen=True)
-class _Truths:
-    """A score_mod with boolean operands, which graphs represent as 1 and 0."""
-
-    function: Callable[..., Any]
-    places: tuple[int, ...]
-
-    @property
-    def hides_queries(self) -> bool | None:
-        return getattr(self.function, "hides_queries", None)
-
-    @property
-    def __code__(self) -> Any:  # errors name the user's function
-        return getattr(self.function, "__code__", None)
-
-    def __call__(self, *arguments: Any) -> Any:
-        given, operands = arguments[:5], arguments[5:]
-        return self.function(
-            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
-        )
-
-
 def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
     """The arguments of ``g.sdpa`` with score_mod as a value that includes band and lengths, except
     with a sink."""
@@ -215,27 +194,23 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     if isinstance(function, ScoreMod):
         return {**given, PORT: operands} if operands else given
     check_function(function)
-    q, k = (
-        np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
-        for name in ("q", "k")
-    )
+    q, k = (np.shape(given[name]) for name in ("q", "k"))
     if len(q) != 4 or len(k) != 4:
         raise GraphError("score_mod requires q and k of rank 4", got=f"{list(q)} and {list(k)}")
     query = given["q"] if isinstance(given["q"], GraphTensor) else jnp.asarray(given["q"])
     scores, kind = (*q[:3], k[2]), wide_dtype(query).name
     operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
-    if given.get("use_alibi_mask") or "sink_token" in given:  # runs in XLA, with a separate band
-        mod, read = written(function, operands, scores, numbers=False, kind=kind)
-        return {**given, "score_mod": mod, **({PORT: read} if read else {})}
-    lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
-    lengths = [x for x in lengths if x is not None]
-    if len(lengths) == 1:
+    limits: tuple[Band, list[Any]] = _ALL, []
+    if not (given.get("use_alibi_mask") or "sink_token" in given):  # these run in XLA, with both
+        lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
+        limits = band(given), [x for x in lengths if x is not None]
+        given = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
+    if len(limits[1]) == 1:
         raise GraphError(
             "one of the lengths is missing", expected="both seq_len_q and seq_len_kv, or neither"
         )
-    mod, read = written(function, operands, scores, band(given), lengths, numbers=False, kind=kind)
-    left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
-    return {**left, "score_mod": mod, **({PORT: read} if read else {})}
+    mod, read = written(function, operands, scores, *limits, numbers=False, kind=kind)
+    return {**given, "score_mod": mod, **({PORT: read} if read else {})}
 
 
 def _checked(i: int, x: Any, scores: Shape) -> Any:

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 
-from .. import compat, errors
-from ..compat import Device
-from ..errors import JaxCudnnError, JobError, LibraryError
+from . import compat, errors
+from .compat import Device
+from .errors import JaxCudnnError, JobError, LibraryError
 
 _FORMAT = 1  # of a record; not a part of its key, so that a process can say that it differs
 _LARGEST = 2**26  # bytes of a record: it has a plan for each segment
@@ -34,8 +34,17 @@ _LARGEST = 2**26  # bytes of a record: it has a plan for each segment
 
 @dataclass(frozen=True)
 class Question:
-    """The subject of an agreement: the arguments of ``agreement.agreed``, and the indices of the
-    processes that take part, ascending."""
+    """The subject of an agreement.
+
+    Attributes:
+        key: equal in all processes: the graph, its options, ``jax_cudnn.target``. What may differ
+            by mistake belongs to ``identity``.
+        processes: the indices of those that take part, ascending.
+        name: the user's function, for messages.
+        identity: returns what the decision depends on and all processes must share: versions and
+            GPU, as text or as a JSON object, whose differences messages show.
+        timeout: seconds that this process waits for the lowest one.
+    """
 
     key: str
     processes: Sequence[int]
@@ -100,7 +109,7 @@ def _differences(a: str, b: str) -> tuple[str, str]:
         left, right = json.loads(a), json.loads(b)
         names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     except (ValueError, TypeError, AttributeError):
-        names = []
+        return a, b
     if not names:
         return a, b
     parts = []
@@ -145,40 +154,21 @@ log = logging.getLogger("jax_cudnn")
 _SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
 
 
-def leader(devices: Sequence[Device]) -> int | None:
-    """The process that decides for the program on these devices: their lowest process index.
+def participants(devices: Sequence[Device]) -> list[int]:
+    """The processes that agree on the program of these devices, ascending: the first decides.
 
-    None if there is nothing to agree on: no devices, devices of one process, or none of this
+    Empty if there is nothing to agree on: no devices, devices of one process, or none of this
     process, which then never runs the program.
     """
-    processes = _processes(devices)
-    if len(processes) < 2 or jax.process_index() not in processes:
-        return None
-    return processes[0]
+    found = sorted({device.process_index for device in devices})
+    return found if len(found) > 1 and jax.process_index() in found else []
 
 
-def agreed(
-    key: str,
-    devices: Sequence[Device],
-    make: Callable[[], dict[str, Any]],
-    *,
-    name: str,
-    identity: Callable[[], str],
-    timeout: float,
-) -> dict[str, Any]:
-    """The result of ``make()`` in the lowest process of the devices, in all of their processes.
+def agreed(question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of ``make()`` in the lowest of the question's processes, in all of them.
 
-    With one process, or without ``jax.distributed.initialize``, simply ``make()``.
-
-    Args:
-        key: the subject of the decision, equal in all processes: the graph, its options,
-            ``jax_cudnn.target``. What may differ by mistake belongs to ``identity``.
-        devices: those of the compilation, including those of other processes.
-        make: decides; returns a dictionary for JSON. Called in the lowest process only.
-        name: the user's function, for messages.
-        identity: returns what the decision depends on and all processes must share: versions and
-            GPU, as text or as a JSON object, whose differences messages show.
-        timeout: seconds that this process waits for the lowest one.
+    Without processes, or without ``jax.distributed.initialize``, simply ``make()``. It returns a
+    dictionary for JSON, and is called in the lowest process only.
 
     Raises:
         JobError: the lowest process did not answer in time, or failed with an error that is not
@@ -188,13 +178,13 @@ def agreed(
     """
     global _job
     client = compat.distributed_client()
-    if leader(devices) is None or client is None:
+    if not question.processes or client is None:
         return make()
     with _lock:
         if _job is None or _job.client is not client:  # the job may have been initialised anew
             _job = Job(client, jax.process_index())
         job = _job
-    return job.agreed(Question(key, _processes(devices), name, identity, timeout), make)
+    return job.agreed(question, make)
 
 
 @dataclass
@@ -328,10 +318,6 @@ class Job:
             why="the processes of a job agree on plans through this store",
             fix="check that the coordinator (process 0) is still running",
         )
-
-
-def _processes(devices: Sequence[Device]) -> list[int]:
-    return sorted({device.process_index for device in devices})
 
 
 _job: Job | None = None

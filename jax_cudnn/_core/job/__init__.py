@@ -1,1 +1,0 @@
-"""One decision for all processes of a job."""
