@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from fuzz import attentions, functions
 from jax import lax
@@ -40,6 +41,12 @@ def tiled(query, key, value):
     return ops.dot_product_attention(query, key, value, block_mask=tiles)
 
 
+def cross_entropy(hidden, weight, labels, bias=0, reduction="mean"):
+    logits = hidden @ weight + bias
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses if reduction == "none" else losses.sum() / max(losses.size, 1)
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -70,6 +77,10 @@ CASES = {
     "matmul, turned": Case("a b k m, b n k", ops.matmul, functions._matmul,
         {"transpose_a": True, "transpose_b": True}),
     "dot_general": Case("lhs b m k 4, rhs 4 b k n", ops.dot_general, lax.dot_general, PRODUCT),
+    "cross-entropy": Case("hidden b t k, weight k n, labels b t int32, bias n",
+        ops.linear_cross_entropy, cross_entropy, never="n"),
+    "cross-entropy, each token": Case("hidden t k, weight k n, labels t int32",
+        ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),

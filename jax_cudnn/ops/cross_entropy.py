@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -97,11 +98,14 @@ def linear_cross_entropy(
     labels = array("labels", labels)
     _check(hidden, weight, labels, bias)
     _check_options(softcap, label_smoothing, z_loss, reduction, block_size)
-    tokens, vocabulary = labels.size, weight.shape[1]
-    most = block_size or max(BLOCK // max(vocabulary, 1), _ROWS)
+    tokens, vocabulary = math.prod(labels.shape), weight.shape[1]
     dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
     kept = jnp.ones_like(labels, bool) if ignore_index is None else labels != ignore_index
-    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, -(-max(tokens, 1) // most))
+    blocks = 1  # of symbolic sizes
+    if isinstance(tokens, int) and isinstance(vocabulary, int):
+        most = block_size or max(BLOCK // max(vocabulary, 1), _ROWS)
+        blocks = max(-(-tokens // most), 1)
+    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, blocks)
     run = functools.partial(_reduced, loss=loss, reduction=reduction)
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
         return run(hidden, weight, bias, labels, kept)
@@ -174,7 +178,7 @@ def _reduced(
     loss: _Loss,
     reduction: str,
 ) -> jax.Array:
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(math.prod(labels.shape), hidden.shape[-1])
     if reduction == "none":
         return _losses(flat, weight, bias, labels.ravel(), kept.ravel(), loss).reshape(labels.shape)
     total = _total(flat, weight, bias, labels.ravel(), kept.ravel(), loss)
@@ -197,7 +201,7 @@ def _in_blocks(run: Any, start: Any, loss: _Loss, *arrays: jax.Array) -> Any:
 
     start, stacked = lax.scan(jax.checkpoint(run, prevent_cse=False), start, [*map(split, arrays)])
     return start, jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:tokens], stacked
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(each * count, *x.shape[2:])[:tokens], stacked
     )
 
 

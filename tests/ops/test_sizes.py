@@ -11,7 +11,10 @@ from function_cases import CASES, SIZES, differentiated, letters, operands, part
 import jax_cudnn as jc
 
 ALLOW = [jax.export.DisabledSafetyCheck.custom_call("jax_cudnn")]
-OF_XLA = ("batch_norm, inference", "pooling", "write_pages", "mxfp8")
+OF_XLA = (
+    *("batch_norm, inference", "pooling", "write_pages", "mxfp8"),
+    *("cross-entropy", "cross-entropy, each token"),
+)
 
 
 def symbolic(case):

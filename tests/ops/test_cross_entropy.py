@@ -1,0 +1,245 @@
+"""linear_cross_entropy: values, derivatives, memory, meshes, errors."""
+
+import re
+
+import absent_gpus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+
+SHAPE, VOCABULARY = (3, 10, 16), 40
+OPTIONS = {
+    "plain": {},
+    "all": {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01},
+}
+loss = jc.ops.linear_cross_entropy
+
+
+def operands(dtype="float64", shape=SHAPE):
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = shape, (shape[-1], VOCABULARY), (VOCABULARY,)
+    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, sizes, strict=False)]
+    labels = jax.random.randint(keys[3], shape[:-1], 0, VOCABULARY)
+    return arrays, labels.at[0, :2].set(-1)
+
+
+def expected(hidden, weight, bias, labels, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    """Of each token; those with the label -1 are ignored."""
+    logits = hidden @ weight + bias
+    logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(targets, label_smoothing))
+    losses += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.where(labels == -1, 0, losses)
+
+
+def reduced(losses, labels, reduction):
+    if reduction == "none":
+        return losses
+    return losses.sum() / ((labels != -1).sum() if reduction == "mean" else 1)
+
+
+def second(f):
+    """Reverse over reverse."""
+
+    def norm(*x):
+        return sum(jnp.square(g).sum() for g in jax.grad(f, (0, 1, 2))(*x))
+
+    return jax.grad(norm, (0, 1, 2))
+
+
+TRANSFORMATIONS = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.grad(f, (0, 1, 2)),
+    "grad of one": lambda f: jax.grad(f, 1),
+    "jvp": lambda f: lambda *x: jax.jvp(f, x, x)[1],
+    "hvp": lambda f: lambda *x: jax.jvp(jax.grad(f, (0, 1, 2)), x, x)[1],
+    "grad of grad": second,
+    "vmap": lambda f: lambda h, *x: jax.vmap(jax.grad(f), (0, None, None))(jnp.stack([h, -h]), *x),
+    "remat": lambda f: jax.grad(jax.checkpoint(f), (0, 1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values_and_derivatives(options, reduction, transformation):
+    """With one block, with blocks that divide the tokens, and with padding."""
+    transform, options = TRANSFORMATIONS[transformation], OPTIONS[options]
+    with jax.enable_x64(True):
+        arrays, labels = operands()
+
+        def theirs(*x):
+            found = reduced(expected(*x, labels, **options), labels, reduction)
+            return jnp.sin(found).sum()
+
+        want = jax.jit(transform(theirs))(*arrays)
+        for block in (None, 10, 7):
+
+            def ours(hidden, weight, bias, block=block):
+                how = {"reduction": reduction, "block_size": block, "ignore_index": -1}
+                return jnp.sin(loss(hidden, weight, labels, bias=bias, **how, **options)).sum()
+
+            got = jax.jit(transform(ours))(*arrays)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-9), got, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_16_bits_round_as_little_as_plain_jax(dtype):
+    """Gradients add up in float32, whatever the number of blocks."""
+    with jax.enable_x64(True):
+        arrays, labels = operands(dtype, (8, 64, 16))
+        wide = [x.astype("float64") for x in arrays]
+
+        def of(f):
+            return jax.jit(jax.value_and_grad(f, (0, 1, 2)))
+
+        def plain(*x):
+            return reduced(expected(*x, labels), labels, "mean")
+
+        def ours(hidden, weight, bias):
+            how = {"bias": bias, "block_size": 16, "ignore_index": -1}
+            return loss(hidden, weight, labels, **how)
+
+        exact, theirs, got = of(plain)(*wide), of(plain)(*arrays), of(ours)(*arrays)
+        for a, b, c in zip(*map(jax.tree.leaves, (got, theirs, exact)), strict=True):
+            error, allowed = (np.abs(np.asarray(x, "float64") - c).max() for x in (a, b))
+            assert error <= 1.3 * allowed + 1e-6 * np.abs(c).max()
+
+
+def sizes(jaxpr):
+    """The number of elements of every array in a jaxpr."""
+    for equation in jaxpr.eqns:
+        yield from (np.prod(v.aval.shape, dtype=int) for v in equation.outvars)
+        for inner in jax.tree.leaves(
+            [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from sizes(inner)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_array_has_all_logits(reduction):
+    hidden, weight = jnp.ones((1024, 8)), jnp.ones((8, 512))
+    labels = jnp.zeros(1024, int)
+
+    def total(hidden, weight):
+        return loss(hidden, weight, labels, block_size=128, reduction=reduction).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, weight)
+    assert max(sizes(jaxpr.jaxpr)) == 128 * 512
+
+
+def test_labels_out_of_range_give_nan_as_in_optax():
+    hidden, weight = jnp.ones((3, 4)), jnp.ones((4, 5))
+    found = loss(hidden, weight, jnp.array([0, 5, -1]), reduction="none")
+    assert np.isnan(found).tolist() == [False, True, True]
+    assert float(loss(hidden, weight, jnp.full(3, -7), ignore_index=-7)) == 0
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tokens_and_vocabulary_stay_sharded(kind, reduction):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    (hidden, weight, _), labels = operands("float32", (4, 8, 16))
+
+    def total(hidden, weight, labels):
+        return loss(
+            hidden, weight, labels, block_size=8, ignore_index=-1, reduction=reduction
+        ).sum()
+
+    grad = jax.jit(jax.grad(total, (0, 1)))
+    want = grad(hidden, weight, labels)
+    specs = P("data"), P(None, "model"), P("data")
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip((hidden, weight, labels), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        got = grad(*arrays)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+    assert got[1].sharding.spec == P(None, "model")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("specs", "most"),
+    [((P("x"), P(), P("x")), 0), ((P(), P(None, "x"), P()), 512 * 64 + 1024)],
+    ids=["tokens", "vocabulary"],
+)
+def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
+    """Sharded tokens: nothing, the gradient of the weight is summed once at the end. A sharded
+    vocabulary: the gradient of a block's hidden states, and two numbers a token."""
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    mesh = jax.sharding.Mesh(np.array(absent_gpus.h200s(2)), ("x",))
+    shapes = ((4096, 64), "bfloat16"), ((64, 1024), "bfloat16"), ((4096,), "int32")
+    arrays = [
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    step = jax.jit(
+        jax.value_and_grad(lambda *x: loss(*x, block_size=512), (0, 1)),
+        out_shardings=(None, tuple(x.sharding for x in arrays[:2])),
+    )
+    text = step.lower(*arrays).compile(compiler_options=absent_gpus.OPTIONS).as_text()
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+    inside, _, entry = text.partition("\nENTRY")
+    found = re.findall(r"= (.*?) all-reduce(?:-start)?\(", inside)
+    sizes = [[eval(x.replace(",", "*")) for x in re.findall(r"f32\[([\d,]+)\]", y)] for y in found]
+    counts = [*map(sum, sizes)]
+    assert max(counts, default=0) <= 2 * most  # a start has its operands and its results
+    assert bool(counts) == bool(most)
+    assert ("all-reduce" in entry) == (not most)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden": jnp.ones((2, 3), int)}, "hidden has a dtype.*cast it"),
+        ({"weight": jnp.ones((5, 3))}, "do not fit.*weight.T"),
+        ({"labels": jnp.ones(2)}, "labels are not integers.*argmax"),
+        ({"labels": jnp.zeros((2, 5), int)}, r"do not fit.*labels \(2, 5\)"),
+        ({"bias": jnp.ones(3)}, r"bias does not have.*\(5,\)"),
+        ({"softcap": 0.0}, "softcap is not valid.*above 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing is not valid"),
+        ({"z_loss": -1.0}, "z_loss is not valid"),
+        ({"reduction": "avg"}, "reduction is not valid.*'avg'"),
+        ({"block_size": 0}, "block_size is not valid"),
+        ({"hidden": "no"}, "hidden is not an array"),
+    ],
+)
+def test_errors(change, words):
+    given = {
+        "hidden": jnp.ones((2, 3)),
+        "weight": jnp.ones((3, 5)),
+        "labels": jnp.zeros(2, int),
+    }
+    with pytest.raises(jc.JaxCudnnError, match=f"(?s){words}"):
+        loss(**given | change)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu():
+    arrays, labels = operands("bfloat16", (8, 512, 64))
+    with jax.enable_x64(True):
+        wide = [x.astype("float64") for x in arrays]
+
+        def plain(*x):
+            return reduced(expected(*x, labels), labels, "mean")
+
+        def ours(hidden, weight, bias):
+            return loss(hidden, weight, labels, bias=bias, block_size=512, ignore_index=-1)
+
+        pairs = [jax.jit(jax.value_and_grad(f, (0, 1, 2))) for f in (ours, plain)]
+        got, want = pairs[0](*arrays), pairs[1](*wide)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        error = np.linalg.norm(np.asarray(a, "float64") - b) / np.linalg.norm(b)
+        assert error < 1e-2
