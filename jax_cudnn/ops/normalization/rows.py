@@ -244,7 +244,7 @@ class RmsnormBackward(BackwardOfRows):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, has_dbias=False) if "DBias" in results else self
 
-    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
+    def scaled_after(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """DX with the scale multiplied in first; cuDNN computes one DScale for all rows."""
         grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
         node = dataclasses.replace(self, has_dbias=False)
@@ -296,7 +296,7 @@ class Rmsnorm(ForwardOfRows):
         Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
     )
 
-    def scaled_apart(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
+    def scaled_after(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:
         """Normalizes with a scale of ones, then scales: cuDNN takes one scale for all rows."""
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..._core.graph.layout import layout
 from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, About, Engines, Fold, Seen, Work
@@ -40,7 +40,7 @@ class OfRows(Normalizing):
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class for a leading dimension in all operands, with a separate scale per index."""
-    scaled_apart: Callable[..., dict[str, GraphTensor]] | None = None
+    scaled_after: ClassVar[Callable[..., Any] | None] = None
     """As ``Fold.computed``, of the scale of one element: multiplies by the scales in other nodes,
     as cuDNN takes one for all rows."""
 
@@ -92,8 +92,8 @@ class OfRows(Normalizing):
             node = self.in_front(**fields)
             yield Fold(dict.fromkeys(tensors, LEAD), node, broadcast=("epsilon",))
         number = "epsilon" not in tensors or tensors["epsilon"].value is not None
-        if self.scaled_apart is not None and number:  # with an array it runs in XLA
-            yield Fold({}, computed=functools.partial(self.scaled_apart, tensors["scale"]))
+        if self.scaled_after is not None and number:  # with an array it runs in XLA
+            yield Fold({}, computed=functools.partial(self.scaled_after, tensors["scale"]))
         yield BY_REFERENCE
 
 
