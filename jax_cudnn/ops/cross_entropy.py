@@ -105,6 +105,8 @@ def linear_cross_entropy(
     if isinstance(tokens, int) and isinstance(vocabulary, int):
         most = block_size or max(BLOCK // max(vocabulary, 1), _ROWS)
         blocks = max(-(-tokens // most), 1)
+        if block_size is None:
+            blocks = 1 << (blocks - 1).bit_length()  # it often divides the tokens
     loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, blocks)
     run = functools.partial(_reduced, loss=loss, reduction=reduction)
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
@@ -217,6 +219,11 @@ def _wide(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def _zeros(labels: jax.Array, like: jax.Array) -> jax.Array:
+    """(B, 1), and no constant: JAX would move that out of the loop, and hold (B, V) of it."""
+    return (labels[:, None] * 0).astype(like.dtype)
+
+
 def _parts(logits: jax.Array, labels: jax.Array, loss: _Loss) -> tuple[jax.Array, jax.Array]:
     """The loss of each token, and its derivative by the logits."""
     cap, a, z, size = loss.softcap, loss.smoothing, loss.z_loss, logits.shape[1]
@@ -224,7 +231,7 @@ def _parts(logits: jax.Array, labels: jax.Array, loss: _Loss) -> tuple[jax.Array
     most = lax.stop_gradient(capped.max(axis=1, initial=-jnp.inf))
     lse = most + jnp.log(jnp.exp(capped - most[:, None]).sum(axis=1))
     hit = labels[:, None] == jnp.arange(size, dtype=labels.dtype)
-    picked = jnp.where(hit, capped, 0).sum(axis=1)
+    picked = jnp.where(hit, capped, _zeros(labels, capped)).sum(axis=1)
     picked = jnp.where((labels >= 0) & (labels < size), picked, jnp.nan)
     losses = lse - (1 - a) * picked + z * jnp.square(lse)
     losses = losses - a * capped.mean(axis=1) if a else losses
@@ -286,7 +293,7 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
         hidden, labels, kept = block
         total, by_weight, by_bias = sums
         losses, slopes = _parts(_logits(hidden, weight, bias, loss), labels, loss)
-        slopes = jnp.where(kept[:, None], slopes, 0)
+        slopes = jnp.where(kept[:, None], slopes, _zeros(labels, slopes))
         narrow = slopes.astype(hidden.dtype)
         by_hidden = product(narrow, weight, (((1,), (1,)), ((), ())))
         by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ())))
