@@ -106,7 +106,7 @@ def rotary_embedding(
             got=f"{frequencies.shape}",
         )
     at, frequencies = _positions(positions, x.shape), jnp.asarray(frequencies, wide)
-    run = functools.partial(_rotated, interleaved=interleaved, scale=scale)
+    run: Any = functools.partial(_rotated, interleaved=interleaved, scale=scale)
     sharding = jax.typeof(x).sharding
     if sharding.mesh.explicit_axes:
         run = jax.sharding.auto_axes(run, out_sharding=sharding.spec)
@@ -229,8 +229,8 @@ def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
             fix=nearest(kind, _SCALINGS) or "compute the frequencies, and pass frequencies=",
         )
     needed, optional = _SCALINGS[kind]
-    missing = {*needed} - {*given}
-    if missing or (unknown := {*given} - {*needed, *optional, "rope_type"}):
+    missing, unknown = {*needed} - {*given}, {*given} - {*needed, *optional, "rope_type"}
+    if missing or unknown:
         raise GraphError(
             f"a scaling of type {kind!r} has other keys",
             expected=f"{', '.join(needed) or 'none'}; optional: {', '.join(optional) or 'none'}",
