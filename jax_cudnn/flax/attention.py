@@ -73,10 +73,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     Raises:
         GraphError: ``local_window_size`` or ``rope`` where attention falls back to Flax (a custom
             ``attention_fn``, a precision that cuDNN does not support, an ``attention_fn`` that
-            rotates with ``decode`` or ``input_positions``), or with such an ``attention_fn``;
-            ``rope`` with keys of other inputs than the queries; ``page_size`` below 1, or with an
-            ``attention_fn`` other than Flax's default or ``jax_cudnn.ops.attention_fn``; a mask or
-            dropout with pages; more tokens in one call than the cache has room for.
+            rotates with ``decode`` or ``input_positions``); ``rope`` with such an
+            ``attention_fn``, or with keys of other inputs than the queries; ``page_size`` below 1,
+            or with an ``attention_fn`` other than Flax's default or
+            ``jax_cudnn.ops.attention_fn``; a mask or dropout with pages; more tokens in one call
+            than the cache has room for.
 
     Source: ``flax.nnx.MultiHeadAttention``; Vaswani et al. 2017, arXiv:1706.03762.
 
