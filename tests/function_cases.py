@@ -47,6 +47,14 @@ def cross_entropy(hidden, weight, labels, bias=0, reduction="mean"):
     return losses if reduction == "none" else losses.sum() / max(losses.size, 1)
 
 
+def rotary(x, positions, rotary_dim, **options):
+    """As products of complex numbers."""
+    i = jnp.arange(rotary_dim // 2)
+    turns = jnp.exp(1j * positions[..., None, None] * 10000.0 ** (-2 * i / rotary_dim))
+    turned = (x[..., 2 * i] + 1j * x[..., 2 * i + 1]) * turns
+    return x.at[..., 2 * i].set(turned.real).at[..., 2 * i + 1].set(turned.imag)
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -131,6 +139,9 @@ CASES = {
         "key_value_seq_lengths b int32", ops.paged_dot_product_attention, never="p"),
     "write_pages": Case("0 p 4 2 8, 1 b t 2 8, 2 b 2 int32, 3 b int32",
         lambda **x: ops.write_pages(*x.values())),
+    "rotary": Case("x b t n 8, positions b t int32", ops.rotary_embedding, rotary,
+        {"rotary_dim": 6, "interleaved": True}),
+    "rotary, no positions": Case("x t n 8", ops.rotary_embedding),
     "pooling": Case("x b c 5 6",
         lambda x: jc.graph(lambda g, x: g.resample(x, resample_mode="MAXPOOL", window=[3, 2]))(x),
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 3, 2), (1,) * 4, "VALID")),

@@ -21,6 +21,7 @@ from .._core.graph.options import Options
 from .layer import Layer, replacement, unknown
 from .linear import LinearGeneral
 from .paged_cache import PagedCache, check_page_size
+from .rope import check_rope, check_self_attention, next_positions
 
 _ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # from Flax 0.12.9 on
 
@@ -39,6 +40,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             :class:`PagedCache` in ``paged_cache``; None for Flax's cache. ``init_cache`` makes
             either cache; ``nnx.view(layer, batch_size=..., max_length=...)`` makes none, as in
             Flax. Calls with ``decode=False`` neither read nor write pages.
+        rope: rotates queries and keys after the projections and norms, before the cache:
+            ``jax_cudnn.ops.rotary_embedding``, a ``functools.partial`` of it with its options, or
+            another function of (..., T, N, H) and positions, (T,) or (..., T). Positions count from
+            0, or from the tokens that the cache holds; ``input_positions`` of a call, (..., T),
+            replaces them.
         *args, **named: the arguments of ``nnx.MultiHeadAttention``.
 
     Shapes: inputs (*batch, length, in_features), result (*batch, length, out_features). Parameters
@@ -59,17 +65,19 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     The projections are layers of this package in any case. Projections of the same inputs in 16
     bits are one matrix product, which attention reads in place, if
 
-    - nothing else reads them: normalize_qk, dropout, a mask, a cache, ``nnx.capture``;
+    - nothing else reads them: normalize_qk, rope, dropout, a mask, a cache, ``nnx.capture``;
     - there are at least as many tokens as features; and
     - every device is known to hold whole kernels: JAX has one device, or the kernels' sharding
       (for traced kernels, the types under an explicit mesh) says so.
 
     Raises:
-        GraphError: ``local_window_size`` where attention falls back to Flax (a custom
-            ``attention_fn``, a precision that cuDNN does not support, rotary embeddings with
-            ``decode`` or ``input_positions``); ``page_size`` below 1, or with an ``attention_fn``
-            other than Flax's default or ``jax_cudnn.ops.attention_fn``; a mask or dropout with
-            pages; more tokens in one call than the cache has room for.
+        GraphError: ``local_window_size`` or ``rope`` where attention falls back to Flax (a custom
+            ``attention_fn``, a precision that cuDNN does not support, an ``attention_fn`` that
+            rotates with ``decode`` or ``input_positions``); ``rope`` with such an
+            ``attention_fn``, or with keys of other inputs than the queries; ``page_size`` below 1,
+            or with an ``attention_fn`` other than Flax's default or
+            ``jax_cudnn.ops.attention_fn``; a mask or dropout with pages; more tokens in one call
+            than the cache has room for.
 
     Source: ``flax.nnx.MultiHeadAttention``; Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -81,10 +89,16 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         (2, 16, 32)
     """
 
-    own: ClassVar = {"is_causal": False, "local_window_size": None, "page_size": None}
+    own: ClassVar = {
+        "is_causal": False,
+        "local_window_size": None,
+        "page_size": None,
+        "rope": None,
+    }
     is_causal: bool
     local_window_size: int | tuple[int, int] | None
     page_size: int | None
+    rope: Callable[[jax.Array, Any], jax.Array] | None
     paged_cache: PagedCache | None = None
     query_ln: Any
     key_ln: Any
@@ -94,6 +108,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         for name, inner in vars(self).items():
             ours = replacement(inner)
             vars(self)[name] = inner if ours is None or ours.kept else ours
+        check_rope(self.rope)
         self._check_pages()
 
     @property
@@ -138,6 +153,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             rngs = rngs.dropout
         drops = self.dropout_rate > 0 and not deterministic
         others = {name: value for name, value in others.items() if value is not None}
+        positions = None if self.rope is None else others.pop("input_positions", None)
         attention: Any = self._attention()
         why = self._flaxs_reason(attention, decode, others)
         rejected = (  # by Flax
@@ -148,13 +164,15 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             or (drops and any(setting is None for setting in (deterministic, rngs)))
         )
         if why or rejected:
-            self._check_no_window(why)
+            self._check_flax_can(why)
             return super().__call__(
                 inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
                 sow_weights=sow_weights, decode=decode, is_causal=is_causal,
                 out_sharding=out_sharding, qkv_sharding=qkv_sharding, **others,
             )  # fmt: skip
         inputs_k = inputs_q if inputs_k is None else inputs_k
+        if self.rope is not None:
+            check_self_attention(inputs_q, inputs_k)
         inputs_v = inputs_k if inputs_v is None else inputs_v
         named: dict[str, Any] = {"is_causal": is_causal, "precision": self.precision}
         if self.local_window_size is not None:
@@ -162,6 +180,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
         alone = mask is None and not (decode or sow_weights or drops) and qkv_sharding is None
         alone = alone and inputs_q is inputs_k is inputs_v and attention is ops.attention_fn
+        alone = alone and self.rope is None
         if alone and (qkv := self._joint(inputs_q)) is not None:
             x = _attention_qkv(qkv, self.num_heads, **named)
             return self.out(x, out_sharding=out_sharding)
@@ -171,6 +190,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         value = self.value(inputs_v, out_sharding=qkv_sharding)
         if self.normalize_qk:
             query, key = self.query_ln(query), self.key_ln(key)
+        if self.rope is not None:
+            if positions is None and decode:
+                positions = next_positions(self, query.shape)
+            query, key = self.rope(query, positions), self.rope(key, positions)
         named |= {
             "mask": mask,
             "dropout_rng": rngs() if drops else None,
@@ -213,20 +236,25 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:
         """Why this call falls back to Flax's implementation, or None."""
         rotates = getattr(attention, "func", None) is _attention_with_rope
+        if rotates and self.rope is not None:
+            return "its attention_fn rotates, too"
         if rotates and (decode or "input_positions" in others):
             return "rotary embeddings with decode or input_positions fall back to Flax"
         if others:
             return f"{', '.join(others)}: Flax's arguments, which cuDNN's attention does not have"
         return self.unfused
 
-    def _check_no_window(self, why: str | None) -> None:
-        if why is not None and self.local_window_size is not None:
+    def _check_flax_can(self, why: str | None) -> None:
+        windowed = self.local_window_size is not None
+        if why is not None and (windowed or self.rope is not None):
+            name = "local_window_size" if windowed else "rope"
             raise GraphError(
-                "this attention falls back to Flax, which has no local_window_size",
-                expected="local_window_size=None",
-                got=f"local_window_size={self.local_window_size!r}",
+                f"this attention falls back to Flax, which has no {name}",
+                expected=f"{name}=None",
+                got=f"{name}={getattr(self, name)!r}",
                 why=why,
-                fix="pass the window as a mask, or remove the cause",
+                fix=f"{'pass the window as a mask' if windowed else 'rotate elsewhere'}, or remove "
+                "the cause",
             )
 
     def _check_pages(self) -> None:
