@@ -108,11 +108,12 @@ def linear_cross_entropy(
         if block_size is None:
             blocks = 1 << (blocks - 1).bit_length()  # it often divides the tokens
     loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, blocks)
-    run = functools.partial(_reduced, loss=loss, reduction=reduction)
+    run: Any = functools.partial(_reduced, loss=loss, reduction=reduction)
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
         return run(hidden, weight, bias, labels, kept)
     spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
-    return jax.sharding.auto_axes(run, out_sharding=spec)(hidden, weight, bias, labels, kept)
+    automatic: Any = jax.sharding.auto_axes(run, out_sharding=spec)
+    return automatic(hidden, weight, bias, labels, kept)
 
 
 def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -> None:
@@ -247,7 +248,8 @@ def _of_logits(logits: jax.Array, labels: jax.Array, loss: _Loss) -> jax.Array:
 
 @_of_logits.defjvp
 def _of_logits_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
-    losses, slopes = _parts(*primals, loss)
+    logits, labels = primals
+    losses, slopes = _parts(logits, labels, loss)
     return losses, (slopes * tangents[0]).sum(axis=1)
 
 
@@ -285,7 +287,7 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     """All gradients in one pass, times the tangents: in reverse mode JAX turns this around."""
     hidden, weight, bias, labels, kept = primals
     wide = _wide(hidden)
-    product = functools.partial(
+    product: Any = functools.partial(
         lax.dot_general, precision=loss.precision, preferred_element_type=wide
     )
 
