@@ -47,6 +47,10 @@ def cross_entropy(hidden, weight, labels, bias=0, reduction="mean"):
     return losses if reduction == "none" else losses.sum() / max(losses.size, 1)
 
 
+def grouped(lhs, rhs, group_sizes):
+    return lax.ragged_dot(lhs, rhs, jnp.clip(group_sizes, 0))
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -81,6 +85,8 @@ CASES = {
         ops.linear_cross_entropy, cross_entropy, never="n"),
     "cross-entropy, each token": Case("hidden t k, weight k n, labels t int32",
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
+    "ragged_dot": Case("lhs t k, rhs b k n, group_sizes b int32",
+        ops.ragged_dot, grouped, never="b"),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),
