@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from .._core import compat
@@ -28,6 +29,8 @@ _BLOCK_K, _STEPS, _GRID_BLOCK = 64, 4, 8
 """The kernels' fastest settings on an H200, for 8 and for 64 experts."""
 _LONG_GROUP = 1024
 """Rows of a group, on average, from which blocks of 192 rows are faster than those of 128."""
+_MOST_ROWS = 2**30
+"""A running sum of sizes above this is past the last row, and may not fit an int32."""
 _MOST_GROUPS = 256
 """The kernels unroll a loop over the groups."""
 
@@ -88,7 +91,9 @@ def ragged_dot(
         else preferred_dtype(preferred_element_type)
     )
     rows = lhs.shape[0]
-    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.clip(sizes, 0, rows))
+    sizes = jnp.clip(sizes, 0, rows)
+    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
+    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
     sizes = jnp.diff(ends, prepend=0)
     return _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, precision)
 
@@ -168,7 +173,7 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, out: str, precision: Any) ->
         for left, right, moving in ((tangents[0], rhs, 0), (lhs, tangents[1], 1))
         if not isinstance(tangents[moving], ad.Zero)
     ]
-    return [result], [sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(result)]
+    return [result], [sum(terms[1:], terms[0])]
 
 
 def _transpose(cotangents: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) -> list[Any]:
@@ -259,10 +264,11 @@ def _by_kernel(lhs: Any, rhs: Any, sizes: Any, *, kind: str, blocks: Any) -> lis
 
 
 def _lower_cuda(ctx: Any, *operands: Any, kind: str, out: str, precision: Any) -> Any:
-    blocks = _blocks(*ctx.avals_in, kind, out)
+    lhs, rhs, sizes = ctx.avals_in
+    blocks = _blocks(lhs, rhs, sizes, kind, out)
     if blocks and _is_hopper(ctx) and compat.partitioning_mesh(ctx) is None and _kernels():
         run = functools.partial(_by_kernel, kind=kind, blocks=blocks)
-        plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # no mesh axes
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # no mesh axes
         ctx = ctx.replace(avals_in=plain)
     else:
         log.debug("ragged_dot of %s: jax.lax's", ", ".join(map(str, ctx.avals_in)))
