@@ -55,6 +55,10 @@ def rotary(x, positions, rotary_dim, **options):
     return x.at[..., 2 * i].set(turned.real).at[..., 2 * i + 1].set(turned.imag)
 
 
+def grouped(lhs, rhs, group_sizes):
+    return lax.ragged_dot(lhs, rhs, jnp.clip(group_sizes, 0))
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -89,6 +93,8 @@ CASES = {
         ops.linear_cross_entropy, cross_entropy, never="n"),
     "cross-entropy, each token": Case("hidden t k, weight k n, labels t int32",
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
+    "ragged_dot": Case("lhs t k, rhs 3 k n, group_sizes 3 int32",
+        ops.ragged_dot, grouped),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),

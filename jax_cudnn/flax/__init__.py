@@ -16,6 +16,7 @@ from .linear import Einsum as Einsum
 from .linear import GatedMLP as GatedMLP
 from .linear import Linear as Linear
 from .linear import LinearGeneral as LinearGeneral
+from .moe import MoE as MoE
 from .normalization import BatchNorm as BatchNorm
 from .normalization import GroupNorm as GroupNorm
 from .normalization import InstanceNorm as InstanceNorm

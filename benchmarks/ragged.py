@@ -1,0 +1,104 @@
+"""Grouped products of experts and their gradients: `lax.ragged_dot`, `jc.ops.ragged_dot`, and one
+plain product a group, with sizes that the program knows.
+
+python -m benchmarks.ragged --into benchmarks/results/ragged_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn as jc
+from jax_cudnn.commands import timing
+
+from .measure import balanced, environment
+from .tables import table, where
+
+SIZES = {
+    "8 experts, 16384 x 4096 x 14336": (8, 16384, 4096, 14336),
+    "64 experts, 16384 x 2048 x 1408": (64, 16384, 2048, 1408),
+}
+TINY = {"2 experts, 256 x 64 x 128": (2, 256, 64, 128)}
+PLAIN, OURS, STATIC = "`lax.ragged_dot`", "`jc.ops.ragged_dot`", "one product a group"
+
+
+def static(sizes: Any) -> Callable[..., Any]:
+    """The product with sizes that are known at tracing."""
+    ends = np.cumsum(sizes).tolist()
+
+    def run(lhs: Any, rhs: Any, _: Any) -> Any:
+        starts = [0, *ends[:-1]]
+        groups = [lhs[a:b] @ w for a, b, w in zip(starts, ends, rhs, strict=True)]
+        return jnp.concatenate(groups)
+
+    return run
+
+
+def programs(product: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The product and each of its gradients."""
+
+    def of_lhs(lhs: Any, rhs: Any, cotangent: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda x: product(x, rhs, sizes), lhs)[1](cotangent)
+
+    def of_rhs(lhs: Any, rhs: Any, cotangent: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda x: product(lhs, x, sizes), rhs)[1](cotangent)
+
+    def forward(lhs: Any, rhs: Any, cotangent: Any, sizes: Any) -> Any:
+        return product(lhs, rhs, sizes)
+
+    return {"forward": forward, "gradient of lhs": of_lhs, "gradient of rhs": of_rhs}
+
+
+def measure(experts: int, rows: int, k: int, n: int, seconds: float) -> dict[str, Any]:
+    """The microseconds of each program and side, in bfloat16, with groups of unequal sizes."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (rows, k), (experts, k, n), (rows, n)
+    arrays = [jax.random.normal(a, s, "bfloat16") for a, s in zip(keys, shapes, strict=True)]
+    ends = np.sort(np.random.default_rng(0).integers(0, rows, experts - 1))
+    sizes = np.diff(ends, prepend=0, append=rows)
+    operands = *arrays, jnp.asarray(sizes, "int32")
+    sides = {PLAIN: jax.lax.ragged_dot, OURS: jc.ops.ragged_dot, STATIC: static(sizes)}
+    made = {side: programs(product) for side, product in sides.items()}
+    found: dict[str, Any] = {}
+    for name in made[OURS]:
+        compiled = {side: jax.jit(f[name]).lower(*operands).compile() for side, f in made.items()}
+        times = timing.interleaved(
+            compiled, operands, rounds=9, calls=3, seconds=seconds, order=balanced, warm=1
+        )
+        found[name] = {side: timing.summary(times[side], 1e6) for side in compiled}
+    return found
+
+
+def render(result: dict[str, Any]) -> str:
+    """A row for each program, with the median of each side."""
+    rows = [
+        [sizes, name, *(f"{sides[side]['median']:.0f}" for side in (PLAIN, OURS, STATIC))]
+        for sizes, found in result["cases"].items()
+        for name, sides in found.items()
+    ]
+    head = ["", "", *(f"{side}, us" for side in (PLAIN, OURS, STATIC))]
+    return f"{where(result)}.\n\n{table(head, rows)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--into", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"environment": environment(), "cases": {}}
+    for name, sizes in (TINY if options.tiny else SIZES).items():
+        result["cases"][name] = measure(*sizes, seconds=0.1 if options.tiny else 2.0)
+        print(name, json.dumps(result["cases"][name]), flush=True)
+    options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

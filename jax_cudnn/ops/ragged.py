@@ -1,0 +1,285 @@
+"""Products of groups of rows with a matrix each, whose sizes only the device knows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from .._core import compat
+from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.graph.dtypes import FLOATS
+from .._core.primitive import _align_varying
+from .._core.user_context import TARGET
+from .arguments import flags, int32, preferred_dtype, promoted
+
+log = logging.getLogger("jax_cudnn")
+
+ROWS, TURNED, WEIGHTS = "rows", "turned", "weights"
+"""The products: (M, K) with (E, K, N), (M, K) with (E, N, K), and (M, K) with (M, N), summed over
+the rows of each group. The derivatives of each of them are the other two."""
+_CONTRACTED = {ROWS: ((1,), (1,)), TURNED: ((1,), (2,)), WEIGHTS: ((0,), (0,))}
+_BLOCK_K, _STEPS, _GRID_BLOCK = 64, 4, 8
+"""The kernels' fastest settings on an H200, for 8 and for 64 experts."""
+_LONG_GROUP = 1024
+"""Rows of a group, on average, from which blocks of 192 rows are faster than those of 128."""
+_MOST_ROWS = 2**30
+"""A running sum of sizes above this is past the last row, and may not fit an int32."""
+_MOST_GROUPS = 256
+"""The kernels unroll a loop over the groups."""
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: None = None,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    r"""The product of each group of rows with its own matrix: ``jax.lax.ragged_dot``.
+
+    Row :math:`m` of group :math:`e` gives :math:`\sum_k l_{mk} r_{ekn}`. The groups follow each
+    other in ``lhs``; rows after the last one give 0.
+
+    Args:
+        lhs: (M, K), float.
+        rhs: (E, K, N), or (E, N, K) with ``transpose_rhs``, which is read as it lies.
+        group_sizes: (E,), integers, which only the device needs to know. Negative ones count as 0,
+            and groups end at row M.
+        precision: as for ``jax.lax.ragged_dot``.
+        preferred_element_type: the result's dtype; None for that of the operands.
+        group_offset: None, as in ``jax.lax.ragged_dot``, which has no other yet.
+        transpose_rhs: whether ``rhs`` is (E, N, K).
+
+    Returns:
+        (M, N). 16-bit operands are accumulated in float32.
+
+    On GPUs with compute capability 9.0 (Hopper) JAX's own Mosaic kernels compute it, and its
+    derivatives, without waiting for the sizes on the host: for bfloat16 and float16 with a result
+    of the same dtype, K and N multiples of 64, 64 rows or more, and at most 256 groups. Otherwise,
+    and where XLA partitions the program, ``jax.lax.ragged_dot_general`` does; the kernels run in a
+    ``jax.shard_map``. The kernel of the gradient of ``rhs`` multiplies rows next to a group with 0:
+    they must be finite. Under ``vmap`` the products run sequentially.
+
+    Raises:
+        GraphError: shapes do not fit, operands are sharded along explicit axes, or there is a
+            ``group_offset``.
+        GraphTypeError: a dtype is not supported.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> sizes = jnp.array([3, 0, 2])
+        >>> jc.ops.ragged_dot(jnp.ones((6, 4)), jnp.ones((3, 4, 2)), sizes)[:, 0]
+        Array([4., 4., 4., 4., 4., 0.], dtype=float32)
+    """
+    lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
+    sizes = int32("group_sizes", group_sizes)
+    (turned,) = flags(transpose_rhs=transpose_rhs)
+    _check(lhs, rhs, sizes, group_offset, turned)
+    out = (
+        str(lhs.dtype)
+        if preferred_element_type is None
+        else preferred_dtype(preferred_element_type)
+    )
+    rows = lhs.shape[0]
+    sizes = jnp.clip(sizes, 0, rows)
+    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
+    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
+    sizes = jnp.diff(ends, prepend=0)
+    return _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, precision)
+
+
+def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
+    got = f"lhs {lhs.dtype}{list(lhs.shape)}, rhs {rhs.dtype}{list(rhs.shape)}, group_sizes "
+    got += f"{sizes.dtype}{list(sizes.shape)}"
+    if lhs.dtype != rhs.dtype or str(lhs.dtype) not in FLOATS:
+        raise GraphTypeError(
+            "ragged_dot multiplies floats",
+            expected=", ".join(FLOATS),
+            got=got,
+            fix="cast them with .astype",
+        )
+    if sizes.dtype != jnp.int32:
+        raise GraphTypeError(
+            "group_sizes are not integers",
+            expected="an array of integers, (E,)",
+            got=got,
+            fix="cast them: group_sizes.astype(jnp.int32)",
+        )
+    letters = "(E, N, K)" if turned else "(E, K, N)"
+    fits = (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)
+    if not fits or lhs.shape[1] != rhs.shape[2 if turned else 1] or sizes.shape != rhs.shape[:1]:
+        other = fits and lhs.shape[1] == rhs.shape[1 if turned else 2]
+        raise GraphError(
+            "the operands of ragged_dot do not fit each other",
+            expected=f"lhs (M, K), rhs {letters}, group_sizes (E,)",
+            got=got,
+            why="each group of rows of lhs is multiplied by its own matrix of rhs",
+            fix=f"pass transpose_rhs={not turned}" if other else "merge batch dimensions into M",
+        )
+    if offset is not None:
+        raise GraphError(
+            "ragged_dot has no group_offset",
+            expected="None",
+            got=shown(offset),
+            why="jax.lax.ragged_dot does not implement it either",
+            fix="slice rhs and group_sizes, and the rows of lhs",
+        )
+
+
+def _product(kind: str, lhs: Any, rhs: Any, sizes: Any, out: Any, precision: Any) -> jax.Array:
+    lhs, rhs = promoted(lhs, rhs)  # a cotangent may be wider
+    operands = _align_varying((lhs, rhs, sizes))
+    return ragged_p.bind(*operands, kind=kind, out=str(out), precision=precision)[0]
+
+
+def _reference(
+    lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, precision: Any
+) -> list[jax.Array]:
+    numbers = lax.RaggedDotDimensionNumbers(
+        (_CONTRACTED[kind], ((), ())), [0], [] if kind == WEIGHTS else [0]
+    )
+    dtype = jnp.dtype(out)
+    product = lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, dtype)
+    return [product.astype(dtype)]
+
+
+def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
+    try:
+        return list(jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals)
+    except NotImplementedError as error:
+        raise GraphError(
+            "ragged_dot has no rule for operands sharded along explicit mesh axes",
+            got=", ".join(map(str, avals)),
+            why=str(error),
+            fix="call it in jax.shard_map, or in jax.sharding.auto_axes",
+        ) from error
+
+
+def _jvp(primals: Any, tangents: Any, *, kind: str, out: str, precision: Any) -> Any:
+    lhs, rhs, sizes = primals
+    result = _product(kind, lhs, rhs, sizes, out, precision)
+    terms = [
+        _product(kind, left, right, sizes, out, precision)
+        for left, right, moving in ((tangents[0], rhs, 0), (lhs, tangents[1], 1))
+        if not isinstance(tangents[moving], ad.Zero)
+    ]
+    return [result], [sum(terms[1:], terms[0])]
+
+
+def _transpose(cotangents: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) -> list[Any]:
+    (ct,) = cotangents
+    of_lhs = ad.is_undefined_primal(lhs)
+    moving = lhs.aval if of_lhs else rhs.aval
+    if isinstance(ct, ad.Zero):
+        gradient = ad.Zero(moving)
+    else:
+        kind, one, other = {
+            (ROWS, True): (TURNED, ct, rhs),
+            (ROWS, False): (WEIGHTS, lhs, ct),
+            (TURNED, True): (ROWS, ct, rhs),
+            (TURNED, False): (WEIGHTS, ct, lhs),
+            (WEIGHTS, True): (TURNED, rhs, ct),
+            (WEIGHTS, False): (ROWS, lhs, ct),
+        }[params["kind"], of_lhs]
+        gradient = _product(kind, one, other, sizes, moving.dtype, params["precision"])
+    return [gradient, None, None] if of_lhs else [None, gradient, None]
+
+
+def _batch(operands: Any, dims: Any, **params: Any) -> Any:
+    mapped = [d is not None for d in dims]
+    moved = [jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped, strict=True) if m]
+
+    def one(given: Any) -> Any:
+        given = iter(given)
+        all_of_them = [next(given) if m else x for x, m in zip(operands, mapped, strict=True)]
+        return ragged_p.bind(*_align_varying(tuple(all_of_them)), **params)
+
+    return lax.map(one, moved), [0]
+
+
+@functools.cache
+def _kernels() -> Any:
+    """JAX's kernels, or None: their modules import JAX's test utilities, which need absl."""
+    try:
+        from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as rows
+        from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import (
+            transposed_ragged_dot as weights,
+        )
+    except ImportError as error:
+        log.debug("ragged_dot: jax.lax's, because JAX's kernels cannot be imported: %s", error)
+        return None
+    return rows, weights
+
+
+def _dividing(size: int) -> int:
+    """The largest block that divides a size, or 0."""
+    return next((block for block in (128, 64) if size % block == 0), 0)
+
+
+def _blocks(lhs: Any, rhs: Any, sizes: Any, kind: str, out: str) -> tuple[int, int] | None:
+    """The blocks of the kernel's result, or None for operands that it does not take."""
+    dims = (*lhs.shape, *rhs.shape, *sizes.shape)
+    if not all(isinstance(n, int) and n for n in dims):  # of symbolic shapes nothing is known
+        return None
+    if {str(lhs.dtype), str(rhs.dtype), out} not in ({"bfloat16"}, {"float16"}):
+        return None
+    (rows, features), (groups,) = lhs.shape, sizes.shape
+    side = _dividing(rhs.shape[1 if kind != ROWS else 2])
+    if not (_dividing(features) and side) or rows < _BLOCK_K or groups > _MOST_GROUPS:
+        return None
+    if kind == WEIGHTS:  # it has 64-bit offsets with x64, and asks the first device for its SMs
+        known = hasattr(jax.devices()[0], "core_count") and not jax.config.jax_enable_x64
+        return (_dividing(features), side) if known else None
+    high = 192 if rows >= groups * _LONG_GROUP and side == 128 else 128
+    return (high if rows >= high else 64), side
+
+
+def _is_hopper(ctx: Any) -> bool:
+    """Whether a program is lowered for GPUs of compute capability 9.0 alone."""
+    if TARGET.value is not None:
+        return TARGET.value.sm_version == 90
+    devices = compat.lowering_devices(ctx)
+    return {getattr(device, "compute_capability", None) for device in devices} == {"9.0"}
+
+
+def _by_kernel(lhs: Any, rhs: Any, sizes: Any, *, kind: str, blocks: Any) -> list[jax.Array]:
+    of_rows, of_weights = _kernels()
+    settings = {"block_m": blocks[0], "block_n": blocks[1], "block_k": _BLOCK_K}
+    settings |= {"max_concurrent_steps": _STEPS, "grid_block_n": _GRID_BLOCK}
+    if kind == WEIGHTS:
+        return [of_weights(lhs, rhs, group_sizes=sizes, **settings)]
+    y = of_rows(lhs, rhs, group_sizes=sizes, transpose_rhs=kind == TURNED, **settings)
+    written = jnp.arange(lhs.shape[0])[:, None] < sizes.sum()
+    return [jnp.where(written, y, 0)]
+
+
+def _lower_cuda(ctx: Any, *operands: Any, kind: str, out: str, precision: Any) -> Any:
+    lhs, rhs, sizes = ctx.avals_in
+    blocks = _blocks(lhs, rhs, sizes, kind, out)
+    if blocks and _is_hopper(ctx) and compat.partitioning_mesh(ctx) is None and _kernels():
+        run = functools.partial(_by_kernel, kind=kind, blocks=blocks)
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # no mesh axes
+        ctx = ctx.replace(avals_in=plain)
+    else:
+        log.debug("ragged_dot of %s: jax.lax's", ", ".join(map(str, ctx.avals_in)))
+        run = functools.partial(_reference, kind=kind, out=out, precision=precision)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+ragged_p = compat.new_primitive("ragged_dot", lambda **params: "ragged_dot")
+ragged_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(ragged_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(ragged_p, _lower_cuda, platform="cuda")
+ad.primitive_jvps[ragged_p] = _jvp
+ad.primitive_transposes[ragged_p] = _transpose
+batching.primitive_batchers[ragged_p] = _batch
