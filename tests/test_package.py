@@ -157,6 +157,16 @@ def module_imports(module):
             yield found
 
 
+def test_no_file_is_long():
+    """Lines, at most: of a file of the package, and of the executor."""
+    folder = Path(jc.__file__).parent
+    count = {path: len(path.read_text().splitlines()) for path in folder.rglob("*.py")}
+    assert {path.name: lines for path, lines in count.items() if lines > 400} == {}
+    executor = [path for kind in ("*.cc", "*.h") for path in (folder / "csrc").glob(kind)]
+    if executor:  # sources are not in the wheel
+        assert sum(len(path.read_text().splitlines()) for path in executor) <= 900
+
+
 def test_nothing_in_the_core_imports_upwards():
     def floor(module):
         own = module.removeprefix("jax_cudnn._core.")

@@ -37,10 +37,10 @@ def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
     """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
     spec._cache["line"] = line.get() or user_line()  # where it was traced last, for warnings
     with jax.named_scope(name):
-        return cudnn_p.bind(*_align_varying(operands), spec=spec, name=name)
+        return cudnn_p.bind(*align_varying(operands), spec=spec, name=name)
 
 
-def _align_varying(operands: tuple[Any, ...]) -> list[Any]:
+def align_varying(operands: tuple[Any, ...]) -> list[Any]:
     """Inside shard_map all operands must vary over the same mesh axes, as jnp's own do."""
     varying = [compat.varying_axes(jax.typeof(operand)) for operand in operands]
     union = frozenset().union(*varying)

@@ -14,7 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FLOATS
-from .arguments import array, number, promoted
+from .._core.primitive import align_varying
+from .arguments import array, int32, integer, number, promoted
 
 BLOCK = 2**27
 """Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
@@ -22,15 +23,19 @@ _ROWS = 128
 """Tokens of a block are a multiple of this: products are slow with odd sizes."""
 
 
+_UP = 2.0**10
+"""In float16, derivatives by logits are multiplied by it for the products: many would be 0."""
+
+
 class _Loss(NamedTuple):
-    """What the loss of a token is, and how many blocks the tokens are computed in."""
+    """What the loss of a token is, and how many tokens a block has; None: all."""
 
     softcap: float | None
     smoothing: float
     z_loss: float
     element_type: Any
     precision: Any
-    blocks: int
+    block: int | None
 
 
 def linear_cross_entropy(
@@ -75,7 +80,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this label have the loss 0 and no gradient.
         reduction: ``"mean"`` over the tokens that are not ignored (0 if there are none),
             ``"sum"``, or ``"none"`` for the loss of each token.
-        block_size: the tokens of a block; by default as many as have 2**27 logits.
+        block_size: the most tokens of a block; by default as many as have 2**27 logits. Programs
+            with symbolic sizes, for ``jax.export``, have one block.
         preferred_element_type: the dtype in which the product returns logits; by default that of
             the operands. float32 rounds less, and takes twice the memory and more time.
         precision: as in ``jnp.matmul``.
@@ -95,25 +101,39 @@ def linear_cross_entropy(
         2.7726
     """
     hidden, weight = promoted(hidden, weight, ("hidden", "weight"))
-    labels = array("labels", labels)
+    labels = int32("labels", labels)
     _check(hidden, weight, labels, bias)
-    _check_options(softcap, label_smoothing, z_loss, reduction, block_size)
-    tokens, vocabulary = math.prod(labels.shape), weight.shape[1]
+    _check_options(softcap, label_smoothing, z_loss, reduction)
+    if block_size is not None:
+        block_size = integer("block_size", block_size, 1)
+    if ignore_index is not None:
+        ignore_index = integer("ignore_index", ignore_index, -(2**31))
     dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
-    kept = jnp.ones_like(labels, bool) if ignore_index is None else labels != ignore_index
-    blocks = 1  # of symbolic sizes
-    if isinstance(tokens, int) and isinstance(vocabulary, int):
-        most = block_size or max(BLOCK // max(vocabulary, 1), _ROWS)
-        blocks = max(-(-tokens // most), 1)
-        if block_size is None:
-            blocks = 1 << (blocks - 1).bit_length()  # it often divides the tokens
-    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, blocks)
+    kept = None if ignore_index is None else labels != ignore_index
+    if kept is not None:  # what it holds may be NaN
+        hidden = jnp.where(kept[..., None], hidden, 0)
+    block = _block(math.prod(labels.shape), weight.shape[1], block_size)
+    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, block)
     run: Any = functools.partial(_reduced, loss=loss, reduction=reduction)
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
         return run(hidden, weight, bias, labels, kept)
     spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
     automatic: Any = jax.sharding.auto_axes(run, out_sharding=spec)
     return automatic(hidden, weight, bias, labels, kept)
+
+
+def _block(tokens: Any, vocabulary: Any, most: int | None) -> int | None:
+    """How many tokens a block has; None: all."""
+    if not (isinstance(tokens, int) and isinstance(vocabulary, int)):  # symbolic
+        return None
+    if most is None:
+        count = -(-tokens // max(BLOCK // max(vocabulary, 1), _ROWS))
+        count = 1 << max(count - 1, 0).bit_length()  # it often divides the tokens
+        block = -(-tokens // count)
+        block = -(-block // _ROWS) * _ROWS
+    else:
+        block = -(-tokens // max(-(-tokens // most), 1))
+    return block if block < tokens else None
 
 
 def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -> None:
@@ -148,8 +168,7 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -
         )
 
 
-def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any, block: Any) -> None:
-    whole = isinstance(block, int) and not isinstance(block, bool)
+def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any) -> None:
     for name, valid, expected, got in (
         ("softcap", softcap is None or number("softcap", softcap) > 0, "above 0, or None", softcap),
         (
@@ -165,7 +184,6 @@ def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any, block: 
             '"mean", "sum" or "none"',
             reduction,
         ),
-        ("block_size", block is None or (whole and block > 0), "a Python integer above 0", block),
     ):
         if not valid:
             raise GraphError(f"{name} is not valid", expected=expected, got=shown(got))
@@ -176,26 +194,32 @@ def _reduced(
     weight: jax.Array,
     bias: jax.Array | None,
     labels: jax.Array,
-    kept: jax.Array,
+    kept: jax.Array | None,
     *,
     loss: _Loss,
     reduction: str,
 ) -> jax.Array:
-    flat = hidden.reshape(math.prod(labels.shape), hidden.shape[-1])
+    tokens = math.prod(labels.shape)
+    whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
+    given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
     if reduction == "none":
-        return _losses(flat, weight, bias, labels.ravel(), kept.ravel(), loss).reshape(labels.shape)
-    total = _total(flat, weight, bias, labels.ravel(), kept.ravel(), loss)
-    return total / jnp.maximum(kept.sum(), 1) if reduction == "mean" else total
+        return _losses(*given, loss).reshape(labels.shape)
+    total = _total(*given, loss)
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum(whole.sum(), 1)
 
 
-def _in_blocks(run: Any, start: Any, loss: _Loss, *arrays: jax.Array) -> Any:
+def _in_blocks(
+    run: Any, start: Any, loss: _Loss, arrays: tuple[jax.Array, ...], beside: tuple[Any, ...]
+) -> Any:
     """Scan over blocks of tokens. A block takes tokens from all over the array, so that where they
-    are sharded, each device has a part of each block."""
-    tokens, count = arrays[0].shape[0], loss.blocks
-    if count == 1:
+    are sharded, each device has a part of each block. ``beside``: what all blocks read."""
+    tokens, each = arrays[0].shape[0], loss.block
+    start = jax.tree.map(lambda x: align_varying((x, *arrays, *beside))[0], start)
+    if each is None:
         return run(start, arrays)
-    each = -(-tokens // count)
-    each = -(-each // _ROWS) * _ROWS if each > _ROWS else each
+    count = -(-tokens // each)
     more = each * count - tokens
 
     def split(x: jax.Array) -> jax.Array:
@@ -264,7 +288,7 @@ def _losses(
         found = _of_logits(_logits(hidden, wide.astype(narrow), bias, loss), labels, loss)
         return None, jnp.where(kept, found, 0)
 
-    return _in_blocks(run, None, loss, hidden, labels, kept)[1]
+    return _in_blocks(run, None, loss, (hidden, labels, kept), ())[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
@@ -279,7 +303,8 @@ def _total(
         return total + jnp.where(kept, found, 0).sum(), None
 
     start = jnp.zeros((), _wide(hidden))
-    return _in_blocks(run, start, loss, hidden, labels, kept)[0]
+    beside = (weight,) if bias is None else (weight, bias)
+    return _in_blocks(run, start, loss, (hidden, labels, kept), beside)[0]
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
@@ -287,6 +312,7 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     """All gradients in one pass, times the tangents: in reverse mode JAX turns this around."""
     hidden, weight, bias, labels, kept = primals
     wide = _wide(hidden)
+    scale = _UP if hidden.dtype == jnp.float16 else 1
     product: Any = functools.partial(
         lax.dot_general, precision=loss.precision, preferred_element_type=wide
     )
@@ -296,14 +322,17 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
         total, by_weight, by_bias = sums
         losses, slopes = _parts(_logits(hidden, weight, bias, loss), labels, loss)
         slopes = jnp.where(kept[:, None], slopes, _zeros(labels, slopes))
-        narrow = slopes.astype(hidden.dtype)
-        by_hidden = product(narrow, weight, (((1,), (1,)), ((), ())))
-        by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ())))
+        narrow = (slopes * scale).astype(hidden.dtype)
+        by_hidden = product(narrow, weight, (((1,), (1,)), ((), ()))) / scale
+        by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ()))) / scale
         total = total + jnp.where(kept, losses, 0).sum()
         return (total, by_weight, by_bias + slopes.sum(axis=0)), by_hidden.astype(hidden.dtype)
 
     start = (jnp.zeros((), wide), jnp.zeros(weight.shape, wide), jnp.zeros(weight.shape[1:], wide))
-    (total, by_weight, by_bias), by_hidden = _in_blocks(run, start, loss, hidden, labels, kept)
+    beside = (weight,) if bias is None else (weight, bias)
+    (total, by_weight, by_bias), by_hidden = _in_blocks(
+        run, start, loss, (hidden, labels, kept), beside
+    )
     out = jnp.zeros((), wide)
     for gradient, tangent in zip((by_hidden, by_weight, by_bias), tangents, strict=False):
         if tangent is not None and not isinstance(tangent, SymbolicZero):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FLOATS
-from .._core.primitive import _align_varying
+from .._core.primitive import align_varying
 from .._core.user_context import TARGET
 from .arguments import flags, int32, preferred_dtype, promoted
 
@@ -44,6 +44,7 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: None = None,
     transpose_rhs: bool = False,
+    implementation: Literal["xla", "mosaic"] = "xla",
 ) -> jax.Array:
     r"""The product of each group of rows with its own matrix: ``jax.lax.ragged_dot``.
 
@@ -59,20 +60,23 @@ def ragged_dot(
         preferred_element_type: the result's dtype; None for that of the operands.
         group_offset: None, as in ``jax.lax.ragged_dot``, which has no other yet.
         transpose_rhs: whether ``rhs`` is (E, N, K).
+        implementation: ``"xla"``, or ``"mosaic"`` for JAX's own kernels where they apply.
 
     Returns:
         (M, N). 16-bit operands are accumulated in float32.
 
-    On GPUs with compute capability 9.0 (Hopper) JAX's own Mosaic kernels compute it, and its
-    derivatives, without waiting for the sizes on the host: for bfloat16 and float16 with a result
-    of the same dtype, K and N multiples of 64, 64 rows or more, and at most 256 groups. Otherwise,
-    and where XLA partitions the program, ``jax.lax.ragged_dot_general`` does; the kernels run in a
-    ``jax.shard_map``. The kernel of the gradient of ``rhs`` multiplies rows next to a group with 0:
-    they must be finite. Under ``vmap`` the products run sequentially.
+    With ``implementation="mosaic"``, on GPUs with compute capability 9.0 (Hopper), JAX's own Mosaic
+    kernels compute it, and its derivatives, without waiting for the sizes on the host: for bfloat16
+    and float16 with a result of the same dtype, K and N multiples of 64, 64 rows or more, and at
+    most 256 groups. Otherwise, and where XLA partitions the program, ``jax.lax.ragged_dot_general``
+    does; the kernels run in a ``jax.shard_map``. They are several times faster, but the tests of
+    this project have not run on them yet, so they are not the default. The kernel of the gradient
+    of ``rhs`` multiplies rows next to a group with 0: they must be finite. Under ``vmap`` the
+    products run sequentially.
 
     Raises:
-        GraphError: shapes do not fit, operands are sharded along explicit axes, or there is a
-            ``group_offset``.
+        GraphError: shapes do not fit, operands are sharded along explicit axes, there is a
+            ``group_offset``, or the implementation is not known.
         GraphTypeError: a dtype is not supported.
 
     Example:
@@ -95,7 +99,14 @@ def ragged_dot(
     wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
     ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
     sizes = jnp.diff(ends, prepend=0)
-    return _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, precision)
+    if implementation not in ("xla", "mosaic"):
+        raise GraphError(
+            "ragged_dot has no such implementation",
+            expected='"xla" or "mosaic"',
+            got=shown(implementation),
+        )
+    how = {"precision": precision, "mosaic": implementation == "mosaic"}
+    return _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, **how)
 
 
 def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
@@ -136,14 +147,14 @@ def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
         )
 
 
-def _product(kind: str, lhs: Any, rhs: Any, sizes: Any, out: Any, precision: Any) -> jax.Array:
+def _product(kind: str, lhs: Any, rhs: Any, sizes: Any, out: Any, **how: Any) -> jax.Array:
     lhs, rhs = promoted(lhs, rhs)  # a cotangent may be wider
-    operands = _align_varying((lhs, rhs, sizes))
-    return ragged_p.bind(*operands, kind=kind, out=str(out), precision=precision)[0]
+    operands = align_varying((lhs, rhs, sizes))
+    return ragged_p.bind(*operands, kind=kind, out=str(out), **how)[0]
 
 
 def _reference(
-    lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, precision: Any
+    lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, precision: Any, mosaic: bool
 ) -> list[jax.Array]:
     numbers = lax.RaggedDotDimensionNumbers(
         (_CONTRACTED[kind], ((), ())), [0], [] if kind == WEIGHTS else [0]
@@ -165,33 +176,35 @@ def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
         ) from error
 
 
-def _jvp(primals: Any, tangents: Any, *, kind: str, out: str, precision: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, kind: str, out: str, **how: Any) -> Any:
     lhs, rhs, sizes = primals
-    result = _product(kind, lhs, rhs, sizes, out, precision)
+    result = _product(kind, lhs, rhs, sizes, out, **how)
     terms = [
-        _product(kind, left, right, sizes, out, precision)
+        _product(kind, left, right, sizes, out, **how)
         for left, right, moving in ((tangents[0], rhs, 0), (lhs, tangents[1], 1))
         if not isinstance(tangents[moving], ad.Zero)
     ]
     return [result], [sum(terms[1:], terms[0])]
 
 
-def _transpose(cotangents: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cotangents: Any, lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, **how: Any
+) -> list[Any]:
     (ct,) = cotangents
     of_lhs = ad.is_undefined_primal(lhs)
     moving = lhs.aval if of_lhs else rhs.aval
     if isinstance(ct, ad.Zero):
         gradient = ad.Zero(moving)
     else:
-        kind, one, other = {
+        turned, one, other = {
             (ROWS, True): (TURNED, ct, rhs),
             (ROWS, False): (WEIGHTS, lhs, ct),
             (TURNED, True): (ROWS, ct, rhs),
             (TURNED, False): (WEIGHTS, ct, lhs),
             (WEIGHTS, True): (TURNED, rhs, ct),
             (WEIGHTS, False): (ROWS, lhs, ct),
-        }[params["kind"], of_lhs]
-        gradient = _product(kind, one, other, sizes, moving.dtype, params["precision"])
+        }[kind, of_lhs]
+        gradient = _product(turned, one, other, sizes, moving.dtype, **how)
     return [gradient, None, None] if of_lhs else [None, gradient, None]
 
 
@@ -202,7 +215,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     def one(given: Any) -> Any:
         given = iter(given)
         all_of_them = [next(given) if m else x for x, m in zip(operands, mapped, strict=True)]
-        return ragged_p.bind(*_align_varying(tuple(all_of_them)), **params)
+        return ragged_p.bind(*align_varying(tuple(all_of_them)), **params)
 
     return lax.map(one, moved), [0]
 
@@ -263,16 +276,17 @@ def _by_kernel(lhs: Any, rhs: Any, sizes: Any, *, kind: str, blocks: Any) -> lis
     return [jnp.where(written, y, 0)]
 
 
-def _lower_cuda(ctx: Any, *operands: Any, kind: str, out: str, precision: Any) -> Any:
+def _lower_cuda(ctx: Any, *operands: Any, mosaic: bool, **params: Any) -> Any:
+    kind = params["kind"]
     lhs, rhs, sizes = ctx.avals_in
-    blocks = _blocks(lhs, rhs, sizes, kind, out)
+    blocks = _blocks(lhs, rhs, sizes, kind, params["out"]) if mosaic else None
     if blocks and _is_hopper(ctx) and compat.partitioning_mesh(ctx) is None and _kernels():
         run = functools.partial(_by_kernel, kind=kind, blocks=blocks)
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # no mesh axes
         ctx = ctx.replace(avals_in=plain)
     else:
         log.debug("ragged_dot of %s: jax.lax's", ", ".join(map(str, ctx.avals_in)))
-        run = functools.partial(_reference, kind=kind, out=out, precision=precision)
+        run = functools.partial(_reference, mosaic=mosaic, **params)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
+from jax_cudnn.ops import cross_entropy
 
 SHAPE, VOCABULARY = (3, 10, 16), 40
 OPTIONS = {
@@ -146,6 +147,65 @@ def test_labels_out_of_range_give_nan_as_in_optax():
     assert float(loss(hidden, weight, jnp.full(3, -7), ignore_index=-7)) == 0
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_an_ignored_token_holds_does_not_matter(reduction):
+    (hidden, weight, _), labels = operands("float32")
+    hidden = hidden.at[0, 1].set(jnp.nan)
+
+    def total(hidden, weight):
+        return loss(hidden, weight, labels, ignore_index=-1, reduction=reduction).sum()
+
+    found = jax.grad(total, (0, 1))(hidden, weight)
+    assert not any(np.isnan(x).any() for x in found)
+    assert not found[0][0, 1].any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_narrow_labels_do_not_wrap(dtype):
+    hidden, weight = jnp.ones((3, 4)), jnp.arange(4.0 * 300).reshape(4, 300) / 300
+    labels = jnp.array([1, 2, 100], dtype)
+    want = loss(hidden, weight, labels.astype("int32"))
+    assert float(loss(hidden, weight, labels, ignore_index=-156)) == float(want)
+
+
+def test_float16_keeps_small_derivatives():
+    hidden, weight = jnp.ones((8, 4), "float16"), jnp.zeros((4, 50000), "float16")
+    found = jax.grad(lambda w: 2048.0 * loss(hidden, w, jnp.zeros(8, int)))(weight)
+    np.testing.assert_allclose(found[:, 1:], 2048 / 50000, rtol=1e-3)
+
+
+def test_in_shard_map_with_several_blocks():
+    (hidden, weight, _), labels = operands("float32", (8, 8, 16))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def total(hidden, weight):
+        def of_device(hidden, weight, labels):
+            how = {"reduction": "sum", "block_size": 4, "ignore_index": -1}
+            return jax.lax.psum(loss(hidden, weight, labels, **how), "x")
+
+        specs = P("x"), P(), P("x")
+        return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=P())(
+            hidden, weight, labels
+        )
+
+    def whole(hidden, weight):
+        return loss(hidden, weight, labels, reduction="sum", ignore_index=-1)
+
+    found, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, weight) for f in (total, whole))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), found, want)
+
+
+def test_a_block_has_at_most_its_size():
+    def blocks(tokens, vocabulary, most=None):
+        return cross_entropy._block(tokens, vocabulary, most)
+
+    assert blocks(516, 16, 129) == 129
+    assert blocks(517, 16, 129) == 104
+    assert blocks(32768, 50304) == 2048
+    assert blocks(1024, 512) is None
+    assert blocks(0, 512) is None
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_tokens_and_vocabulary_stay_sharded(kind, reduction):
@@ -215,6 +275,7 @@ def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
         ({"z_loss": -1.0}, "z_loss is not valid"),
         ({"reduction": "avg"}, "reduction is not valid.*'avg'"),
         ({"block_size": 0}, "block_size is not valid"),
+        ({"ignore_index": 1.5}, "ignore_index is not valid"),
         ({"hidden": "no"}, "hidden is not an array"),
     ],
 )

@@ -1,6 +1,7 @@
 """ragged_dot: values, derivatives, sizes, transformations, meshes, kernels, errors."""
 
 import builtins
+import functools
 import re
 
 import jax
@@ -171,6 +172,7 @@ def test_explicit_axes_are_refused_with_a_fix():
         ragged_dot(jax.device_put(lhs, NamedSharding(mesh, P("x"))), rhs, jnp.array(SIZES["whole"]))
 
 
+mosaic = functools.partial(ragged_dot, implementation="mosaic")
 SHAPES = (
     jax.ShapeDtypeStruct((512, 256), "bfloat16"),
     jax.ShapeDtypeStruct((4, 256, 128), "bfloat16"),
@@ -190,11 +192,11 @@ def unchecked(monkeypatch):
 
 
 def test_the_kernel_is_in_a_program_for_hopper(unchecked):
-    assert "mosaic_gpu" in lowered(ragged_dot, *SHAPES)
+    assert "mosaic_gpu" in lowered(mosaic, *SHAPES)
     turned = jax.ShapeDtypeStruct((4, 128, 256), "bfloat16")
 
     def of_lhs(a, b, s):
-        return jax.vjp(lambda a: ragged_dot(a, b, s, transpose_rhs=True), a)[1]
+        return jax.vjp(lambda a: mosaic(a, b, s, transpose_rhs=True), a)[1]
 
     assert "mosaic_gpu" in lowered(
         lambda a, b, s: of_lhs(a, b, s)(jnp.ones((512, 128), "bfloat16")), SHAPES[0], turned
@@ -220,7 +222,7 @@ def test_the_kernel_is_in_a_program_for_hopper(unchecked):
     ids=["A100", "float32 result", "float32", "127 columns", "60 rows"],
 )
 def test_other_programs_are_lax(gpu, shapes, options):
-    assert "mosaic_gpu" not in lowered(lambda *x: ragged_dot(*x, **options), *shapes, gpu=gpu)
+    assert "mosaic_gpu" not in lowered(lambda *x: mosaic(*x, **options), *shapes, gpu=gpu)
 
 
 def test_without_absl_it_is_lax(monkeypatch, unchecked):
@@ -234,13 +236,13 @@ def test_without_absl_it_is_lax(monkeypatch, unchecked):
     monkeypatch.setattr(builtins, "__import__", without)
     ragged._kernels.cache_clear()
     try:
-        assert "mosaic_gpu" not in lowered(lambda *x: ragged_dot(*x), *SHAPES)
+        assert "mosaic_gpu" not in lowered(lambda *x: mosaic(*x), *SHAPES)
     finally:
         ragged._kernels.cache_clear()
 
 
 def test_an_exported_program_without_a_target_is_lax():
-    exported = jax.export.export(jax.jit(ragged_dot), platforms=("cpu", "cuda"))(
+    exported = jax.export.export(jax.jit(mosaic), platforms=("cpu", "cuda"))(
         *operands()[:2], jnp.array(SIZES["whole"])
     )
     arrays = operands()
@@ -261,6 +263,7 @@ L, R, S = np.ones((6, 4), "f"), np.ones((3, 4, 2), "f"), np.ones(3, "i")
         ((L, R, S.astype("f")), {}, r"group_sizes.astype\(jnp.int32\)"),
         ((L.astype("i"), R.astype("i"), S), {}, "multiplies floats"),
         ((L, R, S), {"group_offset": jnp.array(1)}, "has no group_offset"),
+        ((L, R, S), {"implementation": "cudnn"}, "no such implementation"),
         ((L, R, S), {"transpose_rhs": "no"}, "not a Python bool"),
         ((L, R, S), {"preferred_element_type": "complex64"}, "preferred_element_type"),
     ],
@@ -281,7 +284,9 @@ def test_errors(given, options, told):
 def test_the_kernels_compute_what_float64_does(dtype, turned, rows, parts):
     arrays = operands(rows, 256, 192, 4, dtype, turned)
     sizes = jnp.array([int(part * rows) for part in parts])
-    program = jax.jit(lambda *x: found(*x, transpose_rhs=turned)).lower(*arrays, sizes)
+    program = jax.jit(lambda *x: found(*x, transpose_rhs=turned, implementation="mosaic")).lower(
+        *arrays, sizes
+    )
     if jax.devices()[0].compute_capability == "9.0":
         calls = re.findall(r"custom_call @mosaic_gpu", program.as_text())
         assert len(calls) == 3
