@@ -354,8 +354,8 @@ class SdpaBase(AttentionBase, HasBias):
                 yield Fold(axes, dataclasses.replace(self, score_mod=mod))
 
     def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        apart = [p for p in tensors if p in extras.WORDS or is_operand(p)]
-        found = super().arguments({p: x for p, x in tensors.items() if p not in apart})
+        others = [p for p in tensors if p in extras.WORDS or is_operand(p)]
+        found = super().arguments({p: x for p, x in tensors.items() if p not in others})
         rate = found.pop("dropout_probability", None)
         if words := [tensors[port] for port in extras.WORDS if port in tensors]:
             found["dropout"] = (rate, *words)

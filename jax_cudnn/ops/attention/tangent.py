@@ -145,13 +145,13 @@ def gradients(
     Stats, and the gradient with respect to O."""
     # Padding has a statistic of -inf, which cuDNN's sum over all queries does not skip; with
     # dropout its sum is wrong.
-    apart = g.options.deterministic or "seed" in operands or "seq_len_q" in operands
-    node = base.backward({*wanted} - ({"sink_token"} if apart else set()))
+    by_reference = g.options.deterministic or "seed" in operands or "seq_len_q" in operands
+    node = base.backward({*wanted} - ({"sink_token"} if by_reference else set()))
     values = {**operands, "o": results["O"], "stats": results["Stats"], "dO": grad}
     if base.score_mod is not None and base.score_mod.hides:
         values["stats"] = _finite(g, results["Stats"])
     found = dict(zip(node.results, g.apply(node, **values), strict=True))
-    if "sink_token" in wanted and apart:
+    if "sink_token" in wanted and by_reference:
         read = {port: values[port] for port in ("o", "dO", "stats", "sink_token")}
         (found["dSink_token"],) = g.apply(SinkGradient(), **read)
     return found
