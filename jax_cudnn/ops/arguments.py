@@ -84,15 +84,16 @@ def flags(**given: Any) -> list[bool]:
     return [*given.values()]
 
 
-def number(name: str, value: Any) -> float:
-    """An argument as a Python scalar; GraphTypeError for arrays, which are known too late."""
+def number(name: str, value: Any, instead: str = "") -> float:
+    """An argument as a Python scalar; GraphTypeError for arrays, which are known too late.
+    ``instead`` says what to do with an array."""
     if isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return float(value)
     raise GraphTypeError(
         f"{name} is not a finite Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",
         got=shown(value),
-        fix=f"multiply the query by the array, or under jax.jit list {name} in static_argnames",
+        fix=f"{instead}under jax.jit list {name} in static_argnames",
     )
 
 

@@ -8,14 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.primitive import align_varying
-from .arguments import array, int32, integer, number, promoted
+from .arguments import array, int32, integer, number, preferred_dtype, promoted
 
 BLOCK = 2**27
 """Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
@@ -108,7 +107,9 @@ def linear_cross_entropy(
         block_size = integer("block_size", block_size, 1)
     if ignore_index is not None:
         ignore_index = integer("ignore_index", ignore_index, -(2**31))
-    dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
+    dtype = None if preferred_element_type is None else preferred_dtype(preferred_element_type)
+    if dtype not in (None, *FLOATS):
+        raise GraphTypeError("logits are floats", expected=", ".join(FLOATS), got=shown(dtype))
     kept = None if ignore_index is None else labels != ignore_index
     if kept is not None:  # what it holds may be NaN
         hidden = jnp.where(kept[..., None], hidden, 0)

@@ -127,7 +127,8 @@ def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
 
 def scalar_scale(query: jax.Array, scale: Any) -> float:
     """The factor of the scores where it must be a scalar."""
-    return query.shape[-1] ** -0.5 if scale is None else number("scale", scale)
+    instead = "multiply the query by the array, or "
+    return query.shape[-1] ** -0.5 if scale is None else number("scale", scale, instead)
 
 
 def band_of(is_causal: bool, window: Any, bottom_right: bool) -> Band:
