@@ -87,8 +87,9 @@ def flags(**given: Any) -> list[bool]:
 def number(name: str, value: Any, instead: str = "") -> float:
     """An argument as a Python scalar; GraphTypeError for arrays, which are known too late.
     ``instead`` says what to do with an array."""
-    if isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST:
-        return float(value)
+    plain = value.item() if isinstance(value, np.generic) else value  # the bound overflows NumPy's
+    if isinstance(plain, Real) and not isinstance(plain, bool) and abs(plain) <= _LARGEST:
+        return float(plain)
     raise GraphTypeError(
         f"{name} is not a finite Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",

@@ -106,7 +106,7 @@ def linear_cross_entropy(
     if block_size is not None:
         block_size = integer("block_size", block_size, 1)
     if ignore_index is not None:
-        ignore_index = integer("ignore_index", ignore_index, -(2**31))
+        ignore_index = min(integer("ignore_index", ignore_index, -(2**31)), 2**31 - 1)
     dtype = None if preferred_element_type is None else preferred_dtype(preferred_element_type)
     if dtype not in (None, *FLOATS):
         raise GraphTypeError("logits are floats", expected=", ".join(FLOATS), got=shown(dtype))
@@ -159,7 +159,7 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -
             "the shapes of hidden, weight and labels do not fit",
             expected="hidden (..., D), weight (D, V), labels (...)",
             got=f"hidden {hidden.shape}, weight {weight.shape}, labels {labels.shape}",
-            fix="pass weight.T if it is (V, D)",
+            fix="pass weight.T" if hidden.shape[-1:] == weight.shape[1:] else None,
         )
     if bias is not None and jnp.shape(bias) != weight.shape[1:]:
         raise GraphError(

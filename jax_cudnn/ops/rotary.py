@@ -218,6 +218,13 @@ def _attention_factor(factor: float, given: Mapping[str, Any]) -> float:
 
 def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """The entries that are not None, checked; numbers as floats."""
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise GraphTypeError(
+            "scaling is not a mapping",
+            expected='None, or for example {"rope_type": "linear", "factor": 4.0}',
+            got=shown(scaling),
+            fix="pass the rope_scaling of the model's configuration",
+        )
     given = {k: v for k, v in (scaling or {"rope_type": "default"}).items() if v is not None}
     kind = given.setdefault("rope_type", given.pop("type", None))  # "type" in older configurations
     given.pop("type", None)

@@ -243,3 +243,10 @@ def test_a_refusal_is_listed_unless_a_way_of_cudnn_was_slower(seconds, listed):
     assert [what for _, what in module._changes(plan, "")] == [
         "runs in XLA, because cuDNN has no engine"
     ] * listed
+
+
+def test_an_operation_itself_is_explained():
+    """No line of the user's code calls it."""
+    rows = jax.ShapeDtypeStruct((8, 64), "bfloat16")
+    scale = jax.ShapeDtypeStruct((64,), "bfloat16")
+    assert "rmsnorm" in str(jc.explain(jc.ops.rms_norm, rows, scale, gpu="H200")).replace("_", "")

@@ -172,6 +172,8 @@ def _graph(name: str, plan: Plan, calls: Mapping[str, int], note: str) -> dict[s
 def _short(place: str) -> str:
     """A place as seen from the current folder; a notebook's cells are files of no use."""
     file, _, line = place.rpartition(":")
+    if not file:  # no line of the user's calls it
+        return ""
     if "ipykernel_" in file or file.startswith("<"):
         return f"cell:{line}"
     near = os.path.relpath(file)
