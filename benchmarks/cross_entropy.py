@@ -5,11 +5,8 @@ python -m benchmarks.cross_entropy --into benchmarks/results/cross_entropy_h200.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +16,7 @@ import optax
 import jax_cudnn as jc
 from jax_cudnn.commands import timing
 
-from .measure import balanced, environment, short
+from .measure import balanced, by_sizes, short
 from .tables import table, where
 
 SIZES = {"32768 x 768 x 50304": (32768, 768, 50304), "8192 x 4096 x 128256": (8192, 4096, 128256)}
@@ -79,7 +76,7 @@ def measure(tokens: int, features: int, vocabulary: int, seconds: float) -> dict
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table of docs/convolution_and_matmul.md."""
+    """A row for each side, with its ratios to optax's."""
     rows = []
     for sizes, sides in result["cases"].items():
         for side, found in sides.items():
@@ -92,17 +89,5 @@ def render(result: dict[str, Any]) -> str:
     return f"{where(result)}.\n\n{table(head, rows)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--into", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
-    options = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(), "cases": {}}
-    for name, sizes in (TINY if options.tiny else SIZES).items():
-        result["cases"][name] = measure(*sizes, seconds=0.1 if options.tiny else 8.0)
-        print(name, json.dumps(result["cases"][name]), flush=True)
-    options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    by_sizes(__doc__ or "", SIZES, TINY, measure, seconds=8.0)

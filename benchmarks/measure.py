@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import json
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -94,6 +96,26 @@ def worst(entries: Mapping[str, Entry]) -> str:
     """The status of several together."""
     states = [entry["status"] for entry in entries.values()]
     return next((state for state in (FAILED, WRONG) if state in states), TIMED)
+
+
+def by_sizes(
+    about: str,
+    sizes: Mapping[str, tuple[int, ...]],
+    tiny: Mapping[str, tuple[int, ...]],
+    measure: Callable[..., Entry],
+    seconds: float,
+) -> None:
+    """The command of a benchmark whose cases differ in sizes alone: writes ``--into`` a file what
+    ``measure(*sizes, seconds)`` finds for each, with ``--tiny`` of small ones."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--into", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    options = parser.parse_args()
+    result: Entry = {"environment": environment(), "cases": {}}
+    for name, case in (tiny if options.tiny else sizes).items():
+        result["cases"][name] = measure(*case, 0.1 if options.tiny else seconds)
+        print(name, json.dumps(result["cases"][name]), flush=True)
+    options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def told(error: Exception) -> str:

@@ -1,16 +1,13 @@
 """Grouped products of experts and their gradients: `lax.ragged_dot`, `jc.ops.ragged_dot`, and one
 plain product a group, with sizes that the program knows.
 
-python -m benchmarks.ragged --into benchmarks/results/ragged_h200.json
+    python -m benchmarks.ragged --into benchmarks/results/ragged_h200.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +17,7 @@ import numpy as np
 import jax_cudnn as jc
 from jax_cudnn.commands import timing
 
-from .measure import balanced, environment
+from .measure import balanced, by_sizes
 from .tables import table, where
 
 SIZES = {
@@ -93,17 +90,5 @@ def render(result: dict[str, Any]) -> str:
     return f"{where(result)}.\n\n{table(head, rows)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--into", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
-    options = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(), "cases": {}}
-    for name, sizes in (TINY if options.tiny else SIZES).items():
-        result["cases"][name] = measure(*sizes, seconds=0.1 if options.tiny else 2.0)
-        print(name, json.dumps(result["cases"][name]), flush=True)
-    options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    by_sizes(__doc__ or "", SIZES, TINY, measure, seconds=2.0)

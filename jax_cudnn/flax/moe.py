@@ -38,6 +38,8 @@ class MoE(nnx.Module):
     No expert has a capacity, so no token is dropped: tokens are sorted by expert, and each product
     is a ``jax_cudnn.ops.ragged_dot``.
 
+    Raises GraphError if there are fewer experts than ``top_k``.
+
     Source: Shazeer 2017, arXiv:1701.06538; the loss: Fedus 2021, arXiv:2101.03961.
 
     Example:
@@ -62,10 +64,8 @@ class MoE(nnx.Module):
         precision: Any = None,
         rngs: nnx.Rngs,
     ):
-        self.num_experts, self.top_k = (
-            integer("num_experts", num_experts, 1),
-            integer("top_k", top_k, 1),
-        )
+        self.num_experts = integer("num_experts", num_experts, 1)
+        self.top_k = integer("top_k", top_k, 1)
         if top_k > num_experts:
             raise GraphError(
                 "a token has more experts than there are",
@@ -75,13 +75,11 @@ class MoE(nnx.Module):
         self.dtype, self.precision = dtype, precision
         kinds: Any = {"dtype": jnp.float32, "param_dtype": param_dtype}
         self.router = nnx.Linear(features, num_experts, use_bias=False, rngs=rngs, **kinds)
-        wide, narrow = (
-            (num_experts, features, hidden_features),
-            (num_experts, hidden_features, features),
-        )
-        self.gate = nnx.Param(kernel_init(rngs.params(), wide, param_dtype))
-        self.up = nnx.Param(kernel_init(rngs.params(), wide, param_dtype))
-        self.down = nnx.Param(kernel_init(rngs.params(), narrow, param_dtype))
+        shape = num_experts, features, hidden_features
+        turned = num_experts, hidden_features, features
+        self.gate = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.up = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.down = nnx.Param(kernel_init(rngs.params(), turned, param_dtype))
 
     @overload
     def __call__(self, x: jax.Array, return_loss: Literal[False] = False) -> jax.Array: ...

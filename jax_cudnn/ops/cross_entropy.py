@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.primitive import align_varying
-from .arguments import array, int32, integer, number, preferred_dtype, promoted
+from .arguments import floating, int32, integer, number, preferred_dtype, promoted
 
 BLOCK = 2**27
 """Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
@@ -100,6 +100,8 @@ def linear_cross_entropy(
         2.7726
     """
     hidden, weight = promoted(hidden, weight, ("hidden", "weight"))
+    hidden, weight = floating("hidden", hidden), floating("weight", weight)
+    bias = None if bias is None else floating("bias", bias)
     labels = int32("labels", labels)
     _check(hidden, weight, labels, bias)
     _check_options(softcap, label_smoothing, z_loss, reduction)
@@ -137,15 +139,7 @@ def _block(tokens: Any, vocabulary: Any, most: int | None) -> int | None:
     return block if block < tokens else None
 
 
-def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -> None:
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if x is not None and str(array(name, x).dtype) not in FLOATS:
-            raise GraphTypeError(
-                f"{name} has a dtype that this operation does not support",
-                expected=", ".join(FLOATS),
-                got=f"{jnp.result_type(x)}{list(jnp.shape(x))}",
-                fix=f"cast it before the call: {name}.astype(jnp.float32)",
-            )
+def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Array | None) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise GraphTypeError(
             "labels are not integers",
@@ -161,11 +155,11 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: Any) -
             got=f"hidden {hidden.shape}, weight {weight.shape}, labels {labels.shape}",
             fix="pass weight.T" if hidden.shape[-1:] == weight.shape[1:] else None,
         )
-    if bias is not None and jnp.shape(bias) != weight.shape[1:]:
+    if bias is not None and bias.shape != weight.shape[1:]:
         raise GraphError(
             "bias does not have one element for each class",
             expected=f"({weight.shape[1]},)",
-            got=str(jnp.shape(bias)),
+            got=f"{bias.shape}",
         )
 
 
@@ -217,7 +211,8 @@ def _in_blocks(
     """Scan over blocks of tokens. A block takes tokens from all over the array, so that where they
     are sharded, each device has a part of each block. ``beside``: what all blocks read."""
     tokens, each = arrays[0].shape[0], loss.block
-    start = jax.tree.map(lambda x: align_varying((x, *arrays, *beside))[0], start)
+    read = jax.tree.leaves((arrays, beside))
+    start = jax.tree.map(lambda x: align_varying((x, *read))[0], start)
     if each is None:
         return run(start, arrays)
     count = -(-tokens // each)
@@ -304,8 +299,7 @@ def _total(
         return total + jnp.where(kept, found, 0).sum(), None
 
     start = jnp.zeros((), _wide(hidden))
-    beside = (weight,) if bias is None else (weight, bias)
-    return _in_blocks(run, start, loss, (hidden, labels, kept), beside)[0]
+    return _in_blocks(run, start, loss, (hidden, labels, kept), (weight, bias))[0]
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
@@ -330,9 +324,8 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
         return (total, by_weight, by_bias + slopes.sum(axis=0)), by_hidden.astype(hidden.dtype)
 
     start = (jnp.zeros((), wide), jnp.zeros(weight.shape, wide), jnp.zeros(weight.shape[1:], wide))
-    beside = (weight,) if bias is None else (weight, bias)
     (total, by_weight, by_bias), by_hidden = _in_blocks(
-        run, start, loss, (hidden, labels, kept), beside
+        run, start, loss, (hidden, labels, kept), (weight, bias)
     )
     out = jnp.zeros((), wide)
     for gradient, tangent in zip((by_hidden, by_weight, by_bias), tangents, strict=False):
