@@ -251,7 +251,7 @@ def _blocks(lhs: Any, rhs: Any, sizes: Any, kind: str, out: str) -> tuple[int, i
     if not (_dividing(features) and side) or rows < _BLOCK_K or groups > _MOST_GROUPS:
         return None
     if kind == WEIGHTS:  # it has 64-bit offsets with x64, and asks the first device for its SMs
-        known = hasattr(jax.devices()[0], "core_count") and not jax.config.jax_enable_x64
+        known = hasattr(jax.devices()[0], "core_count") and not jax.config.read("jax_enable_x64")
         return (_dividing(features), side) if known else None
     high = 192 if rows >= groups * _LONG_GROUP and side == 128 else 128
     return (high if rows >= high else 64), side
