@@ -55,6 +55,11 @@ def rotary(x, positions, rotary_dim, **options):
     return x.at[..., 2 * i].set(turned.real).at[..., 2 * i + 1].set(turned.imag)
 
 
+def quantized(x, kernel, scale, bias=0):
+    groups = scale.reshape(scale.shape[-2] if scale.ndim == 2 else 1, scale.shape[-1])
+    return x @ (kernel * jnp.repeat(groups, kernel.shape[0] // groups.shape[0], 0)) + bias
+
+
 def grouped(lhs, rhs, group_sizes):
     return lax.ragged_dot(lhs, rhs, jnp.clip(group_sizes, 0))
 
@@ -95,6 +100,8 @@ CASES = {
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
     "ragged_dot": Case("lhs t k, rhs 3 k n, group_sizes 3 int32",
         ops.ragged_dot, grouped),
+    "quantized": Case("x b t k, kernel k n int8, scale n, bias n", ops.quantized_matmul, quantized),
+    "quantized, groups": Case("x t 8, kernel 8 n int8, scale 2 n", ops.quantized_matmul, quantized),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),
@@ -165,7 +172,7 @@ def given(case, which):
 def parts(case, sizes):
     """Shape and dtype of each operand."""
     for part in case.operands.split(","):
-        dtype = re.findall("int32|bool", part) or ["float32"]
+        dtype = re.findall("int32|int8|bool", part) or ["float32"]
         words = part.replace(dtype[0], "").split()[1:]
         yield tuple(eval(word, {}, sizes) for word in words), dtype[0]
 

@@ -23,6 +23,7 @@ from .normalization import InstanceNorm as InstanceNorm
 from .normalization import LayerNorm as LayerNorm
 from .normalization import RMSNorm as RMSNorm
 from .paged_cache import PagedCache as PagedCache
+from .quantized import QuantizedLinear as QuantizedLinear
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name

@@ -32,6 +32,8 @@ from .normalization.channel_functions import instance_norm as instance_norm
 from .normalization.row_functions import ada_layer_norm as ada_layer_norm
 from .normalization.row_functions import layer_norm as layer_norm
 from .normalization.row_functions import rms_norm as rms_norm
+from .quantized import quantize_weights as quantize_weights
+from .quantized import quantized_matmul as quantized_matmul
 from .ragged import ragged_dot as ragged_dot
 from .rotary import rotary_embedding as rotary_embedding
 from .rotary import rotary_frequencies as rotary_frequencies

@@ -130,7 +130,7 @@ def pattern(spec: GraphSpec) -> str:
     These are the patterns of its nodes that are more than pointwise, in order, with the kinds of
     their operand dtypes unless these are 16-bit floats. Around convolutions and matmuls it also
     states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
-    int8 + matmul" the graph reads int8 and converts it.
+    int8 + matmul" the graph reads int8 and converts it, whatever comes after.
     """
     orders, at_ports = layout(spec).orders, spec.at_ports
     hearts, read = {}, {*spec.outputs, *_read(spec.calls)}
@@ -146,12 +146,13 @@ def pattern(spec: GraphSpec) -> str:
         return _words([" + ".join(hearts.values()) or "pointwise", *sorted(kinds)])
     sets = CallSets(spec)
     before = {*members(sets.before(sets.anchors))} - hearts.keys()
-    parts = list(hearts.values())
+    parts, new = list(hearts.values()), set[str]()
     if before:
         read = _read(spec.calls[i] for i in before).intersection(spec.inputs)
         new = _kinds(spec, read) - _kinds(spec, _read(anchors))
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
-    if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
+    behind = [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]
+    if behind and not new:  # converted operands cost cuDNN more than any epilogue
         epilogue = "epilogue"
         if not anchors[
             0

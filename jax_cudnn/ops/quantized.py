@@ -1,0 +1,145 @@
+"""Products with weights of int8, and the scales that make them floats again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.options import normal_precision
+from .arguments import array, floating, integer
+from .epilogue import Activation, Terms, apply_outside
+
+_LARGEST = 127
+
+
+def quantize_weights(
+    kernel: jax.Array, group_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Weights as int8 and the scales of :func:`quantized_matmul`: ``kernel ~ quantized * scale``.
+
+    A scale is the largest absolute value of its weights divided by 127, or 1 where they are all 0.
+    The error of a weight is at most half a scale if the kernel is float32. NaN or infinity makes
+    all that shares its scale NaN.
+
+    Args:
+        kernel: (features, out) floats.
+        group_size: how many consecutive features share a scale, a divisor of ``features``; None
+            for one scale for each column.
+
+    Returns:
+        (features, out) of int8, and scales of the kernel's dtype: (out,), or
+        (features // group_size, out).
+
+    Raises:
+        GraphTypeError: the kernel is not an array of floats.
+        GraphError: the kernel is not a matrix, or ``group_size`` does not divide its features.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, with a zero point of 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> quantized, scale = jc.ops.quantize_weights(jnp.array([[127.0, 0.5], [-63.5, 0.25]]))
+        >>> quantized.tolist(), scale.tolist()
+        ([[127, 127], [-64, 64]], [1.0, 0.003937007859349251])
+    """
+    kernel = floating("kernel", kernel)
+    if kernel.ndim != 2:
+        raise GraphError(
+            "kernel is not a matrix", expected="(features, out)", got=f"{kernel.shape}"
+        )
+    features, out = kernel.shape
+    size = features if group_size is None else integer("group_size", group_size, 1)
+    if features % max(size, 1):
+        raise GraphError(
+            "group_size does not divide the features",
+            expected=f"a divisor of {features}",
+            got=f"group_size={size}",
+        )
+    groups = kernel.reshape(features // size if size else 1, size, out)
+    groups = groups.astype(jnp.promote_types(kernel.dtype, jnp.float32))
+    most = jnp.max(jnp.abs(groups), axis=1, initial=0)
+    scale = jnp.where(most == 0, 1, most / _LARGEST).astype(kernel.dtype)
+    quantized = jnp.round(groups / scale[:, None].astype(groups.dtype))
+    quantized = jnp.clip(quantized, -_LARGEST, _LARGEST).astype(jnp.int8).reshape(kernel.shape)
+    return quantized, scale[0] if group_size is None else scale
+
+
+def quantized_matmul(
+    x: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation = None,
+    precision: Any = None,
+) -> jax.Array:
+    """``activation(x @ (kernel * scale) + bias)`` with a kernel of int8.
+
+    With scales by column the product is scaled, in float32. With scales by group the kernel is
+    multiplied by them before the product, in x's dtype. It runs in XLA, which on a GPU reads the
+    kernel as int8 and does this inside of the product, without a dequantized kernel in memory;
+    scales by group must be an argument of the program, of x's dtype, for that.
+
+    Args:
+        x: (..., features) floats.
+        kernel: (features, out) of int8.
+        scale: floats: (out,), or (groups, out) where ``groups`` divides ``features``.
+        bias: (out,) or a scalar.
+        activation, precision: as in :func:`jax_cudnn.ops.matmul`.
+
+    Returns:
+        (..., out) of x's dtype. x, scale and bias have gradients.
+
+    Raises:
+        GraphTypeError: x or scale are not floats, or the kernel is not int8.
+        GraphError: the shapes do not fit.
+
+    Source: :func:`quantize_weights` makes the operands.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> kernel, scale = jc.ops.quantize_weights(jnp.ones((64, 8)), group_size=32)
+        >>> jc.ops.quantized_matmul(jnp.ones((2, 64)), kernel, scale).shape
+        (2, 8)
+    """
+    x, kernel, scale = floating("x", x), array("kernel", kernel), floating("scale", scale)
+    if kernel.dtype != jnp.int8:
+        raise GraphTypeError(
+            "the kernel is not int8",
+            expected="int8 (features, out)",
+            got=f"{kernel.dtype}{list(kernel.shape)}",
+            fix="kernel, scale = jax_cudnn.ops.quantize_weights(kernel)",
+        )
+    groups = scale.shape[0] if scale.ndim == 2 else 1
+    fits = kernel.ndim == 2 and scale.ndim in (1, 2) and scale.shape[-1] == kernel.shape[1]
+    if not fits or kernel.shape[0] % max(groups, 1) or not groups:
+        raise GraphError(
+            "the scales do not fit the kernel",
+            expected="a kernel (features, out), and scales (out,) or (groups, out), where groups "
+            "divides features",
+            got=f"kernel {kernel.shape}, scale {scale.shape}",
+        )
+    by_column = scale if scale.ndim == 1 else None
+    if by_column is None:
+        parts = kernel.reshape(groups, kernel.shape[0] // groups, kernel.shape[1]).astype(x.dtype)
+        kernel = (parts * scale[:, None].astype(x.dtype)).reshape(kernel.shape)
+    if not x.ndim or x.shape[-1] != kernel.shape[0]:
+        raise GraphError(
+            "x does not fit the kernel",
+            expected=f"(..., {kernel.shape[0]}) for a kernel of {kernel.shape}",
+            got=f"{x.shape}",
+        )
+    shape = *x.shape[:-1], kernel.shape[1]
+    terms = Terms.of(
+        by_column, bias, None, activation, shape=shape, features=shape[-1], rank=len(shape), axis=-1
+    )
+    product = jnp.matmul(
+        x,
+        kernel.astype(x.dtype),
+        precision=normal_precision(precision),
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    return apply_outside(product, terms, x.dtype.name)

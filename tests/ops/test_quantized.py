@@ -1,0 +1,125 @@
+"""Weights of int8 against float64, and how XLA reads them."""
+
+import absent_gpus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+
+SIZES = (None, 1, 16, 64)
+
+
+def dequantized(kernel, scale):
+    groups = np.asarray(scale, "float64").reshape(-1, kernel.shape[1])
+    return np.asarray(kernel, "float64") * np.repeat(groups, len(kernel) // len(groups), 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_weight_is_within_half_a_scale(size, key):
+    w = jax.random.normal(key, (64, 24)).at[:, 3].set(0)
+    kernel, scale = jc.ops.quantize_weights(w, size)
+    assert kernel.dtype == "int8"
+    assert scale.dtype == "float32"
+    assert scale.shape == ((24,) if size is None else (64 // size, 24))
+    half = dequantized(jnp.ones_like(kernel), scale) / 2
+    assert (np.abs(dequantized(kernel, scale) - np.asarray(w)) <= half * 1.00001).all()
+    assert np.abs(np.asarray(kernel, "int32")).max() == 127
+    assert not kernel[:, 3].any()
+    assert (np.asarray(scale)[..., 3] == 1).all()
+
+
+def test_scales_of_16_bits_and_what_is_not_finite():
+    kernel, scale = jc.ops.quantize_weights(jnp.linspace(-1, 3, 64, dtype="bfloat16")[:, None])
+    assert scale.dtype == "bfloat16"
+    assert (kernel.min(), kernel.max()) >= (-127, 126)
+    for value in (jnp.nan, jnp.inf):
+        w = jnp.ones((4, 2)).at[1, 0].set(value)
+        y = jc.ops.quantized_matmul(jnp.ones((1, 4)), *jc.ops.quantize_weights(w))
+        assert np.isnan(y[0, 0])
+        assert y[0, 1] == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_are_those_of_the_dequantized_weights(size, dtype, key):
+    a, b = jax.random.split(key)
+    kernel, scale = jc.ops.quantize_weights(jax.random.normal(a, (64, 24)), size)
+    x = jax.random.normal(b, (3, 5, 64), dtype)
+    y = jc.ops.quantized_matmul(x, kernel, scale, bias=jnp.ones(24), activation="relu")
+    want = np.maximum(np.asarray(x, "float64") @ dequantized(kernel, scale) + 1, 0)
+    error = {"float32": 1e-5, "bfloat16": 0.02, "float16": 0.003}[dtype]
+    assert y.dtype == dtype
+    assert np.abs(np.asarray(y, "float64") - want).max() < error * want.max()
+
+
+@pytest.mark.parametrize("scale", [(1024,), (64, 1024)], ids=str)
+def test_no_dequantized_weights_are_in_memory(scale):
+    shapes = ((4096, 8192), "bfloat16"), ((8192, 1024), "int8"), (scale, "bfloat16")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    program = absent_gpus.compiled(
+        jc.ops.quantized_matmul, *arrays, xla_gpu_enable_triton_gemm=True
+    )
+    result = 4096 * 1024 * 4
+    assert program.memory_analysis().temp_size_in_bytes <= result
+    assert set(absent_gpus.operations(program)) == {"fusion"}
+
+
+def test_a_product_with_an_epilogue_is_left_to_xla_as_the_one_without():
+    shapes = ((64, 8192), "bfloat16"), ((8192, 1024), "int8"), ((1024,), "float32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with jc.target("H200"):
+        for function in (
+            lambda x, w, scale: jc.ops.matmul(x, w),
+            lambda x, w, scale: jc.ops.matmul(x, w, scale=scale, activation="silu"),
+        ):
+            (plan,) = jc.plans(function, *arrays).values()
+            (segment,) = plan.segments
+            assert "'prologue of int8 + matmul'" in segment.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"kernel": jnp.ones((8, 4))}, jc.GraphTypeError, "quantize_weights"),
+        ({"x": jnp.ones((2, 8), int)}, jc.GraphTypeError, "x has a dtype"),
+        ({"scale": jnp.ones(4, int)}, jc.GraphTypeError, "scale has a dtype"),
+        ({"scale": jnp.ones(3)}, jc.GraphError, "scales do not fit"),
+        ({"scale": jnp.ones((3, 4))}, jc.GraphError, "groups divides features"),
+        ({"scale": jnp.ones((0, 4))}, jc.GraphError, "scales do not fit"),
+        ({"kernel": jnp.ones((2, 8, 4), "int8")}, jc.GraphError, "scales do not fit"),
+        ({"x": jnp.ones((2, 9))}, jc.GraphError, "x does not fit"),
+        ({"x": jnp.ones(())}, jc.GraphError, "x does not fit"),
+        ({"bias": jnp.ones(5)}, jc.GraphError, "bias does not fit"),
+        ({"activation": "foo"}, jc.GraphError, "unknown activation"),
+        ({"precision": "foo"}, jc.GraphError, "unknown precision"),
+    ],
+)
+def test_what_does_not_fit(change, error, text):
+    given = {"x": jnp.ones((2, 8)), "kernel": jnp.ones((8, 4), "int8"), "scale": jnp.ones(4)}
+    with pytest.raises(error, match=text):
+        jc.ops.quantized_matmul(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "error"),
+    [
+        (jnp.ones((8, 4)), 3, jc.GraphError),
+        (jnp.ones((8, 4)), 0, jc.GraphError),
+        (jnp.ones(8), None, jc.GraphError),
+        (jnp.ones((8, 4), int), None, jc.GraphTypeError),
+        ("foo", None, jc.GraphTypeError),
+    ],
+)
+def test_what_cannot_be_quantized(kernel, size, error):
+    with pytest.raises(error):
+        jc.ops.quantize_weights(kernel, size)
+
+
+def test_vectors_and_empty_arrays():
+    kernel, scale = jc.ops.quantize_weights(jnp.ones((8, 4)))
+    assert jc.ops.quantized_matmul(jnp.ones(8), kernel, scale).tolist() == [8.0] * 4
+    assert jc.ops.quantized_matmul(jnp.ones((0, 8)), kernel, scale).shape == (0, 4)
+    kernel, scale = jc.ops.quantize_weights(jnp.ones((0, 4)))
+    assert jc.ops.quantized_matmul(jnp.ones((2, 0)), kernel, scale).tolist() == [[0.0] * 4] * 2
