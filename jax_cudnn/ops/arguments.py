@@ -247,7 +247,8 @@ def preferred_dtype(preferred: Any) -> str:
         return canonical(preferred)
     except GraphTypeError as error:
         error.summary = f"preferred_element_type: {error.summary}"
-        error.fix = nearest(preferred, TO_CUDNN)
+        if error.got != "float64":
+            error.fix = nearest(preferred, TO_CUDNN)
         raise
 
 

@@ -148,6 +148,10 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
             lambda x, w: jc.ops.conv(x, w, preferred_element_type="f32"),
             "preferred_element_type: [^$]*did you mean 'float32'",
         ),
+        (
+            lambda x, w: jc.ops.matmul(x, x, transpose_b=True, preferred_element_type="float64"),
+            "float64 needs jax_enable_x64[^$]*jax.config.update",
+        ),
         (lambda x, w: jc.ops.conv(x, w, groups="2"), "groups is not valid[^$]*groups='2'"),
         (lambda x, w: jc.ops.conv(x, w, groups=-1), "groups is not valid"),
         (lambda x, w: jc.ops.conv(x, w, groups=2.0), r"groups is not valid[^$]*groups=2\.0"),
