@@ -246,6 +246,18 @@ def test_an_epilogue_costs_a_few_roundings_instead_of_one(key, dtype, residual):
     assert oracle.distance(got, exact) <= 2.5 * oracle.distance(once, exact)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_scale_goes_into_the_weight(dims):
+    epilogue = jc.graph(lambda g, x, w, s: g.mul(g.conv_fprop(x, w), s).set_data_type(BF16))
+    sides = ((2, 64), 9), ((32, 64), 3), ((1, 32), 1)
+    avals = [aval(*lead, *(side,) * dims) for lead, side in sides]
+    spec = epilogue.trace(*avals)[1].spec
+    text = jax.jit(functools.partial(evaluate, spec, products=NARROW)).lower(*avals).as_text()
+    assert f"tensor<2x32{'x7' * dims}xbf16>" in text
+    assert re.search(f"multiply.*tensor<32x64{'x3' * dims}x", text)
+    assert not re.search(f"multiply.*tensor<2x32{'x7' * dims}x", text)
+
+
 def test_a_product_stays_wide_where_its_error_would_grow(key):
     x, w = drawn(key, 1, 64, 64), drawn(key, 1, 64, 64, scale=0.5)
     for graph in (

@@ -202,7 +202,10 @@ def _scaled(node: Node, inputs: Values, factor: jax.Array) -> dict[str, jax.Arra
     (own,) = (of.axes for of in node.ports.inputs if of.name == port)
     result = node.ports.outputs[0].axes
     (letter,) = {*own} & {*result}
-    if factor.ndim != len(result) or factor.size not in (1, factor.shape[result.index(letter)]):
+    if factor.ndim != inputs[port].ndim or factor.size not in (
+        1,
+        factor.shape[result.index(letter)],
+    ):
         return None
     factor = jnp.swapaxes(factor, own.index(letter), result.index(letter))
     factor = factor.astype(wide_dtype(inputs[port], factor))
