@@ -1,5 +1,7 @@
 """The cross-entropy of a linear layer, found in functions and replaced by one in blocks."""
 
+import re
+
 import absent_gpus
 import jax
 import jax.numpy as jnp
@@ -97,12 +99,12 @@ REDUCED = {
     "mean": (lambda z, y: of_optax(z, y).mean(), True),
     "minus the mean": (lambda z, y: -picked(jax.nn.log_softmax(z), y).mean(), True),
     "where": (lambda z, y: jnp.where(y > 3, of_optax(z, y), 0).sum() / (y > 3).sum(), True),
-    "where, turned": (lambda z, y: jnp.where(y > 3, 0, of_optax(z, y)).sum(), True),
+    "where, turned": (lambda z, y: jnp.where(y > 3, 0, of_optax(z, y)).mean(), True),
     "times a mask": (lambda z, y: (of_optax(z, y) * (y > 3)).mean(), False),
-    "one-hot, where": (lambda z, y: jnp.where(y > 3, one_hot(z, y), 0).sum(), True),
+    "one-hot, where": (lambda z, y: jnp.where(y > 3, one_hot(z, y), 0).mean(), True),
     "next tokens": (lambda z, y: of_optax(z[:, :-1], y[:, 1:]).mean(), True),
     "next, flat": (lambda z, y: flat(z[:, :-1], y[:, 1:]).mean(), True),
-    "weighted": (lambda z, y: (of_optax(z, y) * jnp.linspace(0, 1, T)).sum(), False),
+    "weighted": (lambda z, y: (of_optax(z, y) * jnp.linspace(0, 1, T)).mean(), False),
     "of each row": (lambda z, y: of_optax(z, y).mean(axis=1), False),
     "and each": (lambda z, y: (lambda x: (x.mean(), x))(of_optax(z, y)), False),
 }
@@ -324,6 +326,23 @@ def test_in_loops_devices_and_checkpoints():
     check(on_devices, x, w, kinds=["loss"])
 
 
+@pytest.mark.deviceless
+def test_second_derivatives_and_batches():
+    x, w, _, y = operands()
+    for fn in (
+        lambda x, w: of_optax(x @ w, y).mean(),
+        lambda x, w: of_optax(x @ w, y)[0, 3:].sum(),
+    ):
+        hvp = lambda f: jax.jit(lambda *x: jax.jvp(jax.grad(f, (0, 1)), x, x)[1])  # noqa: E731
+        both = lambda f: jax.jit(jax.vmap(jax.grad(f, (0, 1)), (0, None)))  # noqa: E731
+        want = hvp(fn)(x, w), both(fn)(jnp.stack([x, -x]), w)
+        with jc.target("H200"):
+            fast = jc.accelerate(fn)
+            got = hvp(fast)(x, w), both(fast)(jnp.stack([x, -x]), w)
+            assert "scan" in str(jax.make_jaxpr(hvp(fast))(x, w))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), got, want)
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_tokens_and_vocabulary(kind):
     x, w, b, y = operands()
@@ -346,9 +365,10 @@ def test_sharded_tokens_and_vocabulary(kind):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("devices", [1, 2])
-def test_logits_are_not_in_the_memory_of_a_gpu(devices, monkeypatch):
-    """A step of 8192 tokens and 32768 classes: 512 MiB of logits in bfloat16, in each direction."""
+@pytest.mark.parametrize(("devices", "weighted"), [(1, False), (2, False), (2, True)])
+def test_logits_are_not_in_the_memory_of_a_gpu(devices, weighted, monkeypatch):
+    """A step of 8192 tokens and 32768 classes: 512 MiB of logits in bfloat16, in each direction.
+    Between devices goes the gradient of the weight alone."""
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     monkeypatch.setattr(cross_entropy, "BLOCK", 2**24)
     mesh = jax.sharding.Mesh(np.array(absent_gpus.h200s(devices)), ("x",))
@@ -359,7 +379,8 @@ def test_logits_are_not_in_the_memory_of_a_gpu(devices, monkeypatch):
     ]
 
     def loss(x, w, y):
-        return of_optax((x @ w).astype("float32"), y).mean()
+        losses = of_optax((x @ w).astype("float32"), y)
+        return (losses * y).mean() if weighted else losses.mean()
 
     def memory(f):
         step = jax.value_and_grad(f, (0, 1))
@@ -372,3 +393,4 @@ def test_logits_are_not_in_the_memory_of_a_gpu(devices, monkeypatch):
     assert ours[0] < logits / 3
     assert "8192,32768]" not in ours[1]
     assert "2048,32768]" not in ours[1]
+    assert not re.search("all-gather|all-to-all|collective-permute", ours[1])
