@@ -18,7 +18,7 @@ from ..ops.arguments import int32
 from .following import Dims, Side, State, Unclear, any_cast, narrowed, rooted, side
 from .program import Missed, Program
 from .region import USED, Region
-from .softmax import LOGPROB, LOGSUM, SCORES, SHIFTED, TOTAL, Meaning, Softmax
+from .softmax import LOGPROB, LOGSUM, ROW, SCORES, SHIFTED, TOTAL, Meaning, Softmax
 from .values import LAYOUT, Equation, Value, array, between, free_dims, number, renamed
 
 PICKED, MARKED, LOSS, SUMMED = "picked logits", "log-probabilities", "losses", "sum of losses"
@@ -191,6 +191,17 @@ class _Loss(Softmax):
                 self.cuts[found[i]] = dims[i], slice(*bounds)
         return tuple(found)
 
+    def is_row(self, value: Value) -> bool:
+        return value in self.states and self.states[value].kind == ROW
+
+    def is_stopped(self, row: Value) -> bool:
+        """Whether a maximum has no gradient."""
+        made = row.made_by
+        assert made is not None
+        return made.name == "stop_gradient" or any(
+            map(self.is_stopped, filter(self.is_row, made.ins))
+        )
+
     def flat(self, dims: Sequence[Any]) -> list[Any]:
         """Dims with those of merged dimensions one by one."""
         return [name for d in dims for name in (d if isinstance(d, tuple) else (d,))]
@@ -276,6 +287,9 @@ def _region(program: Program, loss: _Loss, last: Value) -> Region:
         if value is not last and program.used_outside(equations, value):
             kind = loss.states[value].kind
             raise Unclear(USED.format(f"{'logits' if kind == SCORES else kind} are"))
+    rows = [v for e in equations for v in e.ins if loss.is_row(v) and not loss.is_row(e.outs[0])]
+    if len({*map(loss.is_stopped, rows)}) > 1:
+        raise Unclear("its maximum is kept from the gradient in one place, and not in another")
     contract, batch = product.params["dimension_numbers"]
     free, axis = free_dims(product), state.axis
     places = [k for k in (0, 1) for _ in free[k]]  # of the product's axes, whose they are
