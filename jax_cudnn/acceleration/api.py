@@ -22,12 +22,12 @@ from .._core.planning.deviceless.profiles import Profile
 from .._core.plans.collect import is_array, of_arrays
 from .._core.primitive import in_jaxpr
 from .._core.text import aligned
-from . import attention, epilogues, norms, region
+from . import attention, epilogues, loss, norms, region
 from .program import Missed, Program
 from .region import FAILED, NO_BACKWARD, Site, log
 from .values import Equation
 
-KINDS = ("attention", "product", "convolution", "normalization")
+KINDS = ("attention", "product", "convolution", "normalization", "loss")
 _CALL = "jax.grad(jc.accelerate(loss))"
 _FIX = f"put accelerate around the function that is differentiated, {_CALL}"
 _MOST = 256  # shapes for which a function's regions are kept
@@ -53,6 +53,8 @@ def accelerate(
     - "product", "convolution": with scale, bias, residual and activation after it, if there is
       one, and convolutions of volumes alone; an activation is recognised by its values.
     - "normalization": layer and RMS norms over the last dimensions, with their parameters.
+    - "loss": the cross-entropy of a linear layer with more than 2**27 logits, which nothing else
+      reads; :func:`jax_cudnn.ops.linear_cross_entropy` takes its place, in XLA.
 
     It may stand under or around ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and
     ``shard_map``. Put it around the function that is differentiated, ``jax.grad(jc.accelerate(
@@ -283,7 +285,7 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
         program = Program(closed.jaxpr.replace(eqns=[], outvars=[]), closed.consts, ())
     for inner in program.programs:
         taken: set[Equation] = set()
-        for module in (attention, epilogues, norms):
+        for module in (loss, attention, epilogues, norms):
             try:
                 for found in module.find(inner, kinds, taken, missed):
                     taken |= found.replaced
@@ -324,8 +326,8 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """``{"function", "gpu", "regions": [{"kind", "what", "at": "file:line", "times", "runs_on":
-        "cuDNN", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}], "alone":
-        {"products", "convolutions"}, "graphs"}``; a new dictionary each time.
+        "cuDNN", "XLA in blocks", "XLA" or "", "gain", "why"}], "missed": [{"at", "times", "why"}],
+        "alone": {"products", "convolutions"}, "graphs"}``; a new dictionary each time.
 
         ``times``: how often a run computes it; ``gain``: XLA's time over cuDNN's, measured or
         predicted, of the forward; ``alone``: how many products and convolutions are in no region;
@@ -362,7 +364,7 @@ def _reported(name: str, gpu: str, found: _Found, decided: bool) -> Found:
         if isinstance(item, Equation):
             times[item] = often
         else:
-            runs = ("XLA" if item.outcome else "cuDNN") if decided else ""
+            runs = ("XLA" if item.outcome else item.on) if decided else ""
             rows[item.kind, item.what, _at(item.first), runs, item.gain, item.outcome] += often
             inside |= item.replaced
     for equation, why in found.missed:

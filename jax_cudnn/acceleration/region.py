@@ -26,6 +26,7 @@ from .._core.planning.planned_graph import XLA
 from .._core.plans.plans import default_devices
 from .._core.primitive import in_jaxpr
 from .._core.settings import settings
+from .._core.user_context import current
 from .values import ELEMENTWISE, LAYOUT, Call, Equation, Value, run_together
 
 log = logging.getLogger("jax_cudnn")
@@ -65,10 +66,11 @@ class Backward:
 class Region:
     """Equations with one result, ``output``, which ``emit(*inputs)`` computes instead; with
     ``backward`` those of its derivative, too, all together ``replaced``. ``inside``: what they
-    compute and nothing else reads. ``outcome``: why XLA runs it, empty where cuDNN does; ``gain``:
-    XLA's time over cuDNN's, and whether it was measured."""
+    compute and nothing else reads. ``outcome``: why XLA runs it as it is, else empty; ``gain``:
+    XLA's time over cuDNN's, and whether it was measured; ``on``: what runs it, replaced."""
 
     outcome = gain = ""
+    on = "cuDNN"
 
     def __init__(
         self,
@@ -232,6 +234,8 @@ def _decide(region: Region, where: Site) -> None:
         region.outcome = f"{type(error).__name__}: {error}"
         return
     region.outcome = refusal(fused, where)
+    if region.on != Region.on and current() == "xla":
+        region.outcome = "asked for by jax_cudnn.implementation('xla')"
     if region.outcome and region.backward is not None and region.what.startswith("float32"):
         region.outcome = NO_BACKWARD
     region.gain = "" if region.outcome else _gain(fused, where)
