@@ -1,0 +1,79 @@
+"""What the frontend's own tests write: results of attention, windows of buffers, 64-bit lengths."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_attention
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.planning import frontend
+
+if importlib.util.find_spec("cudnn") is None:
+    pytest.skip("nvidia-cudnn-frontend is not installed", allow_module_level=True)
+
+B, H, S, D = 2, 4, 128, 64
+Q, K, V = (jax.random.normal(jax.random.key(i), (B, H, S, D)) for i in range(3))
+
+
+def pygraph(io="FLOAT", intermediate="FLOAT", compute="FLOAT"):
+    cudnn = frontend.load()
+    kinds = {"io": io, "intermediate": intermediate, "compute": compute}
+    types = {f"{key}_data_type": getattr(cudnn.data_type, name) for key, name in kinds.items()}
+    return cudnn.pygraph(**types), cudnn.data_type
+
+
+def operands(g, names="qkv"):
+    return [g.tensor(name=n, dim=[B, H, S, D], stride=[H * S * D, S * D, D, 1]) for n in names]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("with_stats", [True, False])
+@pytest.mark.parametrize("wanted", [["score_max"], ["score_sum_exp", "score_max"]])
+def test_extremes_of_scores_are_results(wanted, with_stats):
+    g, kind = pygraph("HALF")
+    row = {"dim": [B, H, S, 1], "stride": [H * S, S, 1, 1], "data_type": kind.FLOAT}
+    made = {name: g.tensor(name=name, **row) for name in wanted}
+    given = {"attn_scale": 0.25, "use_causal_mask": True, "generate_stats": with_stats}
+    o, stats = g.sdpa(*operands(g), **given, **made)
+    o.set_output(True).set_dim([B, H, S, D]).set_stride([H * S * D, S * D, D, 1])
+    results = [o, *made.values(), *[stats] * with_stats]
+    for result in results[1:]:
+        result.set_output(True).set_data_type(kind.FLOAT)
+    function = jc.from_pygraph(g, inputs=[*"qkv"], outputs=results)
+    halves = [x.astype("float16") for x in (Q, K, V)]
+    got, *rows = jax.jit(function)(*halves)
+    want = oracle_attention.Attention(*halves, scale=0.25, right=0)
+    largest = want.scores.max(-1, keepdims=True)
+    sums = np.exp(want.scores - largest).sum(-1, keepdims=True)
+    exact = {"score_max": largest, "score_sum_exp": sums}
+    np.testing.assert_allclose(got, want.out, rtol=1e-2, atol=1e-3)
+    for name, row in zip(wanted, rows, strict=False):
+        np.testing.assert_allclose(row, exact[name], rtol=1e-4, atol=1e-4)
+    if with_stats:
+        np.testing.assert_allclose(rows[-1], largest + np.log(sums), rtol=1e-4, atol=1e-4)
+    plan = function.plan(gpus=["H200"])["H200"]
+    assert len(plan.execution_plans) == len(plan.segments) == 1
+
+
+def test_results_that_attention_does_not_have_are_errors():
+    g, kind = pygraph("HALF")
+    row = {"dim": [B, H, S, 1], "data_type": kind.FLOAT}
+    of_fp8 = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    scales = {n: g.tensor(name=n, dim=[1, 1, 1, 1], data_type=kind.FLOAT) for n in of_fp8}
+    given = {"attn_scale": 0.25, "generate_stats": False, "score_max": g.tensor(name="m", **row)}
+    g.sdpa_fp8(*operands(g), **scales, **given)[0].set_output(True)
+    with pytest.raises(jc.GraphTypeError, match="score_max"):
+        jc.from_pygraph(g)
+    with jc.Graph() as graph:
+        o, _, largest = graph.sdpa(Q, K, V, score_max=True)
+        assert largest.get_dim() == [B, H, S, 1]
+        o.set_output(True)
+        with pytest.raises(jc.GraphTypeError, match="score_max=True"):
+            graph.sdpa(Q, K, V, score_max=largest)
+        table = jnp.zeros((B, 1, S, 1), "int32")
+        paged = {"paged_attention_k_table": table, "paged_attention_v_table": table}
+        with pytest.raises(jc.GraphError, match="does not compute score_max"):
+            graph.sdpa(Q, K, V, score_max=True, **paged)
