@@ -24,7 +24,7 @@ from .._core.graph.dtypes import (
     is_floating,
     itemsize,
 )
-from .._core.graph.layout import order_of_strides
+from .._core.graph.layout import packed_strides
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
@@ -124,8 +124,47 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
         size = getattr(array, "itemsize", itemsize(dtype))
         strides = [int(step) // size for step in array.strides]
     if strides is not None and len(strides) == len(shape):
-        order = order_of_strides(shape, strides)
+        order = order_with_gaps(shape, strides)
     return None if order is None or order == tuple(range(len(shape))) else tuple(order)
+
+
+def order_with_gaps(shape: Shape, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of dimensions in memory, without the gaps of a window into a larger buffer; None
+    if strides overlap, as those of a broadcast dimension do."""
+    if len(strides) != len(shape):
+        return None
+    if 0 in shape:
+        return tuple(range(len(shape)))
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    axes.sort(key=lambda axis: -strides[axis])
+    end = 1
+    for axis in reversed(axes):
+        if strides[axis] < end:
+            return None
+        end = (shape[axis] - 1) * strides[axis] + end
+    ranks = iter(axes)
+    return tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
+
+
+def without_gaps(shape: Shape, strides: Any) -> tuple[Any, bool]:
+    """Packed strides in the same order as ``strides``, and whether those have gaps; raises
+    GraphError if they overlap."""
+    if not isinstance(strides, (list, tuple)) or len(strides) != len(shape):
+        return strides, False
+    if not all(isinstance(step, (int, np.integer)) for step in strides):
+        return strides, False
+    order = order_with_gaps(shape, strides)
+    if order is None:
+        raise refusal(
+            "set_stride: elements overlap in memory",
+            expected=f"strides that visit each element of {list(shape)} once",
+            got=str(list(strides)),
+            why="XLA arrays have no overlaps",
+            fix="declare a broadcast dimension with size 1: operations broadcast it",
+        )
+    packed = packed_strides(shape, order)
+    differs = zip(shape, strides, packed, strict=True)
+    return packed, any(size != 1 and step != own for size, step, own in differs)
 
 
 def number(value: Any) -> float | None:

@@ -29,7 +29,7 @@ from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
 from .arrays import SHAPE_OF_WORDS, Template, compute_name, is_array, number, refusal
 from .attention import IN_MEMORY, PAGES, always_returned, check_given, packed, paged_node, spelled
-from .tensors import NamedTensor, References, one_element, result_name
+from .tensors import NamedTensor, References, names, one_element, result_name
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}
 """Their positions in the frontend's argument ``dropout``."""
@@ -368,6 +368,14 @@ class Recorder(GraphBuilder):
     ) -> GraphSpec:
         spec = super().finish(outputs, options, around)
         offsets = {name: t.offset for name, t in self.handles.items() if t.offset is not None}
+        if gaps := [
+            self.handles[name].get_name() for name in offsets if self.handles[name].has_gaps
+        ]:
+            raise refusal(
+                f"{', '.join(gaps)}: strides with gaps, and a ragged offset",
+                why="the offset counts elements of the larger buffer, which is not passed",
+                fix="pass packed tokens, and offsets that count their elements",
+            )
         return packed(spec, offsets, self._tensors, self._inputs) if offsets else spec
 
 

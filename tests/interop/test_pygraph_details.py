@@ -77,3 +77,51 @@ def test_results_that_attention_does_not_have_are_errors():
         paged = {"paged_attention_k_table": table, "paged_attention_v_table": table}
         with pytest.raises(jc.GraphError, match="does not compute score_max"):
             graph.sdpa(Q, K, V, score_max=True, **paged)
+
+
+def in_window(g, kind, strides, result=None):
+    x = g.tensor(name="x", dim=[4, 1, 8], stride=strides, data_type=kind)
+    y = g.relu(x).set_output(True).set_data_type(kind)
+    return y.set_dim([4, 1, 8]).set_stride(result) if result else y
+
+
+@pytest.mark.parametrize("strides", [[16, 3, 1], [2, 70, 10], [48, 24, 3]])
+def test_gaps_of_windows_are_dropped(strides):
+    """The dims stay, and the order of dimensions in memory."""
+    order = (2, 1, 0) if strides[0] == 2 else (0, 1, 2)
+    g, kind = pygraph()
+    with jc.Graph(inputs=["x"], outputs=["relu.0::OUT_0"]) as graph:
+        in_window(graph, "FLOAT", strides, strides)
+    y = in_window(g, kind.FLOAT, strides, strides)
+    x = jax.random.normal(jax.random.key(0), (4, 1, 8))
+    for function in (graph, jc.from_pygraph(g, inputs=["x"], outputs=[y])):
+        for tensor in (*function.get_inputs(), *function.get_outputs()):
+            known = tensor.get_stride()
+            assert tuple(sorted((0, 2), key=lambda a, k=known: -k[a])) == (order[0], order[2])
+            assert sorted(known[axis] for axis in (0, 2)) == sorted([1, 8 if order[0] == 0 else 4])
+        np.testing.assert_array_equal(function(x), jnp.maximum(x, 0))
+    window = np.ones((8, 1, 16), np.float32).T[::4, :, :8]  # (4, 1, 8), with its rows innermost
+    with jc.Graph() as graph:
+        graph.relu(window).set_output(True)
+    assert graph.get_inputs()[0]._state.order == (2, 1, 0)
+
+
+@pytest.mark.parametrize("strides", [[0, 8, 1], [4, 8, 1], [1, 1, 1]])
+def test_strides_that_overlap_are_errors(strides):
+    g, kind = pygraph()
+    in_window(g, kind.FLOAT, strides)
+    with pytest.raises(jc.GraphError, match="with size 1: operations broadcast it"):
+        jc.from_pygraph(g)
+
+
+def test_ragged_offsets_count_elements_without_gaps():
+    g, kind = pygraph("HALF")
+    ends = g.tensor(name="ends", dim=[B + 1, 1, 1, 1], data_type=kind.INT32)
+    of = {"dim": [B, H, S, D], "stride": [3 * S * H * D, D, 3 * H * D, 1], "ragged_offset": ends}
+    q, k, v = (g.tensor(name=name, **of) for name in "qkv")
+    sizes = [g.tensor(name=n, dim=[B, 1, 1, 1], data_type=kind.INT32) for n in ("t", "s")]
+    given = {"use_padding_mask": True, "generate_stats": False, "attn_scale": 1.0}
+    o, _ = g.sdpa(q, k, v, seq_len_q=sizes[0], seq_len_kv=sizes[1], **given)
+    o.set_output(True).set_stride([S * H * D, D, H * D, 1]).set_ragged_offset(ends)
+    with pytest.raises(jc.GraphError, match="elements of the larger buffer"):
+        jc.from_pygraph(g)
