@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,25 @@ def without_gaps(shape: Shape, strides: Any) -> tuple[Any, bool]:
     return packed, any(size != 1 and step != own for size, step, own in differs)
 
 
+def check_offsets(tensors: Iterable[tuple[Any, Any]]) -> None:
+    """Raises GraphError for tensors that their ragged offsets, which are int32, cannot index."""
+    for tensor, offset in tensors:
+        if tensor.has_gaps:
+            raise refusal(
+                f"{tensor.get_name()} has strides with gaps, and a ragged offset",
+                why="the offset counts elements of the larger buffer, which is not passed",
+                fix="pass packed tokens, and offsets that count their elements",
+            )
+        if offset.is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
+            raise refusal(
+                f"{tensor.get_name()} is too large for ragged offsets",
+                expected=f"at most {np.iinfo(np.int32).max} elements",
+                got=str(math.prod(tensor.shape)),
+                why="offsets of INT64 are converted to int32",
+                fix="jax_cudnn.ops.packed_dot_product_attention takes offsets in tokens",
+            )
+
+
 def number(value: Any) -> float | None:
     """The value of a Python or NumPy scalar, which is known without reading a device; or None."""
     if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
@@ -212,6 +231,24 @@ def _words(value: Any) -> Any:
     bits = jnp.iinfo(value.dtype).bits
     high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
     return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
+
+
+def as_int32(value: Any, name: str) -> Any:
+    """64-bit lengths, offsets or pages as int32. Raises GraphError for NumPy's beyond its range;
+    JAX's are clipped to it, as they are to the arrays before each run."""
+    bounds = np.iinfo(np.int32)
+    if isinstance(value, jax.Array) and value.dtype == np.int64:
+        return jnp.clip(value, bounds.min, bounds.max).astype(np.int32)
+    if not isinstance(value, np.ndarray) or value.dtype != np.int64:
+        return value
+    if value.size and not bounds.min <= value.min() <= value.max() <= bounds.max:
+        raise GraphError(
+            f"{name} is out of range",
+            expected=f"integers from {bounds.min} to {bounds.max}",
+            got=f"{value.min()} to {value.max()}",
+            why="INT64 lengths, offsets and pages are converted to int32",
+        )
+    return value.astype(np.int32)
 
 
 def _as_jax(value: Any, name: str) -> jax.Array:

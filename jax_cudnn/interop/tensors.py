@@ -67,7 +67,7 @@ class NamedTensor(GraphTensor):
         super().__init__(recorder, state)
         self.uid, self.is_own_uid, self.label = uid, False, ""
         self.is_declared = False  # by its shape: setters may change it until it is used
-        self.is_output = self.by_value = self.is_untyped = self.has_gaps = False
+        self.is_output = self.by_value = self.is_untyped = self.has_gaps = self.is_long = False
         self.number: float | None = None  # the declared value of one passed by value
         self.offset: str | None = None  # the name of its ragged offset
 

@@ -125,3 +125,61 @@ def test_ragged_offsets_count_elements_without_gaps():
     o.set_output(True).set_stride([S * H * D, D, H * D, 1]).set_ragged_offset(ends)
     with pytest.raises(jc.GraphError, match="elements of the larger buffer"):
         jc.from_pygraph(g)
+
+
+def with_lengths(g, kind, integers, size=S):
+    """Packed attention with lengths and offsets of a kind."""
+    strides = [size * H * D, D, H * D, 1]
+    ends = g.tensor(name="ends", dim=[B + 1, 1, 1, 1], stride=[1] * 4, data_type=integers)
+    q, k, v = (
+        g.tensor(name=n, dim=[B, H, size, D], stride=strides, data_type=kind, ragged_offset=ends)
+        for n in "qkv"
+    )
+    t, s = (
+        g.tensor(name=n, dim=[B, 1, 1, 1], stride=[1] * 4, data_type=integers) for n in ("t", "s")
+    )
+    given = {"use_padding_mask": True, "generate_stats": False, "attn_scale": 0.25}
+    o, _ = g.sdpa(q, k, v, seq_len_q=t, seq_len_kv=s, **given)
+    o.set_output(True).set_name("o").set_dim([B, H, size, D]).set_stride(strides)
+    o.set_ragged_offset(ends)
+
+
+ENDS = np.array([0, 50, 170]).reshape(-1, 1, 1, 1) * H * D
+
+
+def of_lengths(convert):
+    tokens = {
+        name: jnp.swapaxes(x.reshape(B, S, H, D), 1, 2)
+        for name, x in (("q", Q), ("k", K), ("v", V))
+    }
+    counts = convert(np.array([50, 120]).reshape(-1, 1, 1, 1))
+    return {**tokens, "ends": convert(ENDS), "t": counts, "s": counts}
+
+
+def test_64_bit_lengths_and_offsets_become_int32():
+    g, kind = pygraph()
+    with_lengths(g, kind.FLOAT, kind.INT64)
+    with jc.Graph() as own:
+        with_lengths(own, "FLOAT", "INT32")
+    want = own(of_lengths(lambda x: jnp.asarray(x, "int32")))["sdpa.0::O"]
+    function = jc.from_pygraph(g)
+    assert {t.dtype for t in function.spec.input_tensors} == {"float32", "int32"}
+    for convert in (np.int64, lambda x: jnp.asarray(x, "int32")):
+        np.testing.assert_array_equal(function(of_lengths(convert))["sdpa.0::O"], want)
+    given = of_lengths(np.int64)
+    with pytest.raises(jc.GraphError, match="is out of range"):
+        function({**given, "ends": given["ends"] + 2**40})
+    with jax.enable_x64(True):
+        long = of_lengths(jnp.asarray)
+        assert long["ends"].dtype == jnp.int64
+        far = {**long, "ends": long["ends"].at[-1].set(2**40)}  # as if it was the end
+        for operands in (long, far):
+            got = jax.jit(function)({**operands})["sdpa.0::O"]
+            np.testing.assert_array_equal(got, want)
+
+
+def test_offsets_of_tensors_that_int32_cannot_index_are_errors():
+    g, kind = pygraph()
+    with_lengths(g, kind.FLOAT, kind.INT64, 2**22)
+    with pytest.raises(jc.GraphError, match="too large for ragged offsets"):
+        jc.from_pygraph(g)
