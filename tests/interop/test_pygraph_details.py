@@ -183,3 +183,61 @@ def test_offsets_of_tensors_that_int32_cannot_index_are_errors():
     with_lengths(g, kind.FLOAT, kind.INT64, 2**22)
     with pytest.raises(jc.GraphError, match="too large for ragged offsets"):
         jc.from_pygraph(g)
+
+
+def eight_bits(key, *shape):
+    return jax.random.randint(jax.random.key(key), shape, -128, 128).astype("int8")
+
+
+def scaled_product(of_convolution, result="FLOAT"):
+    """A product of int8 with its sum in int32 inside, then times a scale."""
+    g, kind = pygraph("INT8", "INT32", "INT32")
+    scale = g.tensor(name="scale", dim=[1] * (3 + of_convolution), data_type=kind.FLOAT)
+    if of_convolution:
+        x = g.tensor(name="x", dim=[2, 64, 8, 8], stride=[4096, 1, 512, 64])
+        w = g.tensor(name="w", dim=[32, 64, 3, 3], stride=[576, 1, 192, 64])
+        spatial = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+        total = g.conv_fprop(x, w, **spatial)
+    else:
+        x = g.tensor(name="x", dim=[1, 64, 2048], stride=[2048 * 64, 2048, 1])
+        w = g.tensor(name="w", dim=[1, 2048, 32], stride=[2048 * 32, 1, 2048])
+        total = g.matmul(x, w)
+    y = g.mul(total, scale).set_output(True).set_data_type(getattr(kind, result))
+    return jc.from_pygraph(g, inputs=["x", "w", "scale"], outputs=[y])
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("of_convolution", [True, False])
+def test_sums_of_products_of_integers_are_int32_inside(of_convolution):
+    function = scaled_product(of_convolution)
+    x, w = (eight_bits(i, *t.shape) for i, t in enumerate(function.spec.input_tensors[:2]))
+    if of_convolution:
+        padded = np.pad(np.int64(x), ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        exact = np.einsum("nchwij,kcij->nkhw", windows, np.int64(w))
+    else:
+        x, w = jnp.full_like(x, 127).at[0, 0, 0].set(2), jnp.full_like(w, 127)
+        exact = np.int64(x) @ np.int64(w)
+        assert (exact != np.float32(exact).astype(np.int64)).any()  # float32 sums would be rounded
+    (inner,) = (t for t in function.spec.tensors if t.dtype == "int32")
+    scale = jnp.full((1,) * x.ndim, 0.25)
+    np.testing.assert_array_equal(jax.jit(function)(x, w, scale), np.float32(exact) * 0.25)
+    slope = jax.grad(lambda s: function(x, w, s).sum())(scale)
+    np.testing.assert_allclose(slope, exact.sum(keepdims=True), rtol=1e-5)
+    whole = scaled_product(of_convolution, "INT8")(x, w, scale / 2**14)
+    rounded = np.round(np.float32(exact) * np.float32(0.25 / 2**14)).clip(-128, 127)
+    np.testing.assert_array_equal(whole, rounded)
+    plan = function.plan(gpus=["H200"])["H200"]
+    assert plan.spec.tensor(inner.name).dtype == "int32"
+    assert len(plan.execution_plans) == len(plan.segments) == 1
+
+
+def test_floats_inside_are_rounded_to_whole_numbers_as_cudnn_says():
+    @jc.graph(intermediate_data_type="int32")
+    def twice_rounded(g, x):
+        return g.add(g.mul(x, 1.5), g.identity(x)).set_data_type("float32")
+
+    x = jnp.array([0.4, 1.4, 2.6])
+    np.testing.assert_array_equal(twice_rounded(x), jnp.round(1.5 * x) + jnp.round(x))
+    with pytest.raises(jc.GraphError, match="neither a float type nor int32"):
+        jc.Options(intermediate_data_type="int8")
