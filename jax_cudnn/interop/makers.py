@@ -277,10 +277,10 @@ class _Copy:
         call = [*self._recorder.nodes.values()][-1]
         made = {port: self._recorder.handles[result] for port, result in call.outputs}
         for port, tensor in dict(node.outputs).items():
-            port = REQUESTED.get(port, port)
             if len(node.outputs) == len(made) == 1:  # it may have another name there
-                (port,) = made
-            result = made[port]
+                (result,) = made.values()
+            else:
+                result = made[REQUESTED.get(port, port)]
             self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 

@@ -116,7 +116,8 @@ class _Recorded(GraphBuilder):
 
 def _run(spec: GraphSpec, given: Mapping[str, Any], indices: Sequence[Any]) -> Any:
     """The result in jnp, with the indices (B, H, Sq, Skv) of the scores."""
-    values = {t.name: np.float32(t.value or 0) for t in spec.constants} | dict(given)
+    values: dict[str, Any] = {t.name: np.float32(t.value or 0) for t in spec.constants}
+    values |= given
     for call in spec.calls:
         ((_, name),) = call.outputs
         if (axis := axis_of(call.node)) is not None:

@@ -328,7 +328,8 @@ class Sdpa(SdpaBase):
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.attention(precision)
-        found = dict(zip(("O", "Stats"), attention.forward(arrays), strict=True))
+        o, stats = attention.forward(arrays)
+        found: dict[str, jax.Array] = {"O": o, "Stats": stats}
         if self.rng_dump:
             found["RNG_DUMP"] = attention.mask(arrays)
         if self.score_max or self.score_sum_exp:
