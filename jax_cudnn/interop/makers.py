@@ -280,7 +280,7 @@ class _Copy:
             if len(node.outputs) == len(made) == 1:  # it may have another name there
                 (result,) = made.values()
             else:
-                result = made[REQUESTED.get(port, port)]
+                result = made[REQUESTED[port] if port in REQUESTED else port]
             self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 
