@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from .._core.graph.dtypes import (
     is_floating,
     itemsize,
 )
-from .._core.graph.layout import order_of_strides
+from .._core.graph.layout import packed_strides
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
@@ -124,8 +124,66 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
         size = getattr(array, "itemsize", itemsize(dtype))
         strides = [int(step) // size for step in array.strides]
     if strides is not None and len(strides) == len(shape):
-        order = order_of_strides(shape, strides)
+        order = order_with_gaps(shape, strides)
     return None if order is None or order == tuple(range(len(shape))) else tuple(order)
+
+
+def order_with_gaps(shape: Shape, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of dimensions in memory, without the gaps of a window into a larger buffer; None
+    if strides overlap, as those of a broadcast dimension do."""
+    if len(strides) != len(shape):
+        return None
+    if 0 in shape:
+        return tuple(range(len(shape)))
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    axes.sort(key=lambda axis: -strides[axis])
+    end = 1
+    for axis in reversed(axes):
+        if strides[axis] < end:
+            return None
+        end = (shape[axis] - 1) * strides[axis] + end
+    ranks = iter(axes)
+    return tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
+
+
+def without_gaps(shape: Shape, strides: Any) -> tuple[Any, bool]:
+    """Packed strides in the same order as ``strides``, and whether those have gaps; raises
+    GraphError if they overlap."""
+    if not isinstance(strides, (list, tuple)) or len(strides) != len(shape):
+        return strides, False
+    if not all(isinstance(step, (int, np.integer)) for step in strides):
+        return strides, False
+    order = order_with_gaps(shape, strides)
+    if order is None:
+        raise refusal(
+            "set_stride: elements overlap in memory",
+            expected=f"strides that visit each element of {list(shape)} once",
+            got=str(list(strides)),
+            why="XLA arrays have no overlaps",
+            fix="declare a broadcast dimension with size 1: operations broadcast it",
+        )
+    packed = packed_strides(shape, order)
+    differs = zip(shape, strides, packed, strict=True)
+    return packed, any(size != 1 and step != own for size, step, own in differs)
+
+
+def check_offsets(tensors: Iterable[tuple[Any, Any]]) -> None:
+    """Raises GraphError for tensors that their ragged offsets, which are int32, cannot index."""
+    for tensor, offset in tensors:
+        if tensor.has_gaps:
+            raise refusal(
+                f"{tensor.get_name()} has strides with gaps, and a ragged offset",
+                why="the offset counts elements of the larger buffer, which is not passed",
+                fix="pass packed tokens, and offsets that count their elements",
+            )
+        if offset.is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
+            raise refusal(
+                f"{tensor.get_name()} is too large for ragged offsets",
+                expected=f"at most {np.iinfo(np.int32).max} elements",
+                got=str(math.prod(tensor.shape)),
+                why="offsets of INT64 are converted to int32",
+                fix="jax_cudnn.ops.packed_dot_product_attention takes offsets in tokens",
+            )
 
 
 def number(value: Any) -> float | None:
@@ -173,6 +231,24 @@ def _words(value: Any) -> Any:
     bits = jnp.iinfo(value.dtype).bits
     high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
     return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
+
+
+def as_int32(value: Any, name: str) -> Any:
+    """64-bit lengths, offsets or pages as int32. Raises GraphError for NumPy's beyond its range;
+    JAX's are clipped to it, as they are to the arrays before each run."""
+    bounds = np.iinfo(np.int32)
+    if isinstance(value, jax.Array) and value.dtype == np.int64:
+        return jnp.clip(value, bounds.min, bounds.max).astype(np.int32)
+    if not isinstance(value, np.ndarray) or value.dtype != np.int64:
+        return value
+    if value.size and not bounds.min <= value.min() <= value.max() <= bounds.max:
+        raise GraphError(
+            f"{name} is out of range",
+            expected=f"integers from {bounds.min} to {bounds.max}",
+            got=f"{value.min()} to {value.max()}",
+            why="INT64 lengths, offsets and pages are converted to int32",
+        )
+    return value.astype(np.int32)
 
 
 def _as_jax(value: Any, name: str) -> jax.Array:

@@ -30,7 +30,8 @@ PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "
 """The frontend's names of page tables, and the ports' names."""
 IN_MEMORY = (*LENGTHS, *PAGES.values())
 """Ports that cuDNN reads in GPU memory even if they have one element."""
-REQUESTED = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
+REQUESTED = {"rng_dump": "RNG_DUMP"}
+REQUESTED |= {x: x for x in ("score_max", "score_sum_exp", "dBias", "dSink_token")}
 """Optional results of attention; the frontend requests them by passing a tensor."""
 # Keywords that select how cuDNN runs attention, or that repeat what the operands say.
 _WITHOUT_MEANING = (
@@ -166,13 +167,16 @@ def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> StoredSdp
             expected="q, k, v, both page tables, and both sequence lengths",
             fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
+    node = Sdpa.create(**attributes)
+    if further := {*node.results} - {"O", "Stats"}:
+        raise GraphError(f"paged attention does not compute {', '.join(sorted(further))}")
     frontend = {port: name for name, port in PAGES.items()}
     if missing := [frontend.get(port, port) for port in IN_MEMORY if port not in ports]:
         raise GraphError(
             f"paged attention lacks {', '.join(missing)}",
             fix="pass both page tables, seq_len_q and seq_len_kv",
         )
-    return StoredSdpa(Sdpa.create(**attributes), Paged(True, queries_heads_first=True))
+    return StoredSdpa(node, Paged(True, queries_heads_first=True))
 
 
 def packed(

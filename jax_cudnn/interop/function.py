@@ -19,7 +19,7 @@ from .._core.graph.spec import GraphSpec, intern
 from .._core.plans.plan import Plan
 from .._core.plans.support import Support
 from .._core.primitive import bind
-from .arrays import constant, like, number, operand, refusal
+from .arrays import as_int32, constant, like, number, operand, refusal
 from .recorder import Recorder
 from .tensors import NamedTensor, canonical_name, is_uid, names
 
@@ -160,6 +160,10 @@ class Function:
             values = {**values, first.name: jnp.asarray(constants.pop(first.name), first.dtype)}
         literals = tuple((name, value.hex()) for name, value in constants.items())
         spec = self.spec(Surroundings.now(), literals)
+        for tensor in self.inputs:
+            if tensor.is_long:
+                short = as_int32(values[tensor.name], self._title(tensor.name))
+                values = {**values, tensor.name: short}
         operands = [operand(t, values[t.name], self._title(t.name)) for t in spec.input_tensors]
         return bind(spec, self.name, *operands)
 

@@ -20,6 +20,7 @@ from .._core.graph.node import REGISTRY
 from .._core.graph.source import defined_at
 from .arrays import SHAPE_OF_WORDS, Template, is_array, is_unset, listed, refusal
 from .attention import REQUESTED
+from .score_mod import as_jnp
 from .tensors import NamedTensor, refuse_reordered
 from .wrapper import Graph
 
@@ -182,7 +183,8 @@ def from_pygraph(
     :class:`jax_cudnn.Graph` work, including pygraph's own tensors. A tensor that is passed by value
     is a constant if it has a value; otherwise it is an input, for which a Python number or NumPy
     array becomes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
-    uint32 here, (1, 1, 1, 2): the low and the high word. Calls accept one integer, too.
+    uint32 here, (1, 1, 1, 2): the low and the high word. Calls accept one integer, too. Gaps of
+    strides are dropped, and lengths, offsets and pages of INT64 become int32.
 
     Args:
         graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.
@@ -275,9 +277,10 @@ class _Copy:
         call = [*self._recorder.nodes.values()][-1]
         made = {port: self._recorder.handles[result] for port, result in call.outputs}
         for port, tensor in dict(node.outputs).items():
-            if len(made) == 1:  # it may have another name there
-                (port,) = made
-            result = made[REQUESTED.get(port, port)]
+            if len(node.outputs) == len(made) == 1:  # it may have another name there
+                (result,) = made.values()
+            else:
+                result = made[REQUESTED[port] if port in REQUESTED else port]
             self._describe(result, tensor, has_open_shape=hasattr(call.node, "out_dims"))
             self._place(result, tensor, method)
 
@@ -309,12 +312,9 @@ class _Copy:
             given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
         if parts := given.pop("_dropout_n", None):
             given["dropout"] = tuple(given.pop(f"dropout_{i}") for i in range(parts))
-        if functions := [name for name, value in given.items() if callable(value)]:
-            raise GraphError(
-                f"{functions[0]} is a function that builds a frontend graph",
-                why="it adds nodes to the frontend's graph, not to this one",
-                fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
-            )
+        if functions := {name: given.pop(name) for name in [*given] if callable(given[name])}:
+            scores = (*given["q"].shape[:3], given["k"].shape[2])
+            given |= as_jnp(functions, scores, lambda x: self._read(x, method))
         compute = node.compute_data_type
         if not is_unset(compute) and cls.anchor.product and not method.startswith("sdpa"):
             given["compute_data_type"] = compute
@@ -340,6 +340,13 @@ class _Copy:
         self._became(tensor, made)
         self._place(made, tensor, method)
         return made
+
+    def _read(self, tensor: Any, method: str) -> Any:
+        """What a score_mod reads besides the scores: a number, or an operand in GPU memory."""
+        found = self._operand(tensor, method, "score_mod_operands")
+        if isinstance(found, NamedTensor):
+            found.by_value = False
+        return found
 
     def _place(self, made: NamedTensor, tensor: Any, method: str) -> None:
         """Copies a tensor's ragged offset, if it has one."""

@@ -27,12 +27,13 @@ from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
-from .arrays import SHAPE_OF_WORDS, Template, compute_name, is_array, number, refusal
+from .arrays import SHAPE_OF_WORDS, Template, check_offsets, compute_name, is_array, number, refusal
 from .attention import IN_MEMORY, PAGES, always_returned, check_given, packed, paged_node, spelled
 from .tensors import NamedTensor, References, one_element, result_name
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}
 """Their positions in the frontend's argument ``dropout``."""
+_INDICES = (*IN_MEMORY, *PAGES, "ragged_offset")
 
 
 class Recorder(GraphBuilder):
@@ -244,7 +245,7 @@ class Recorder(GraphBuilder):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value), number(value))
-                tensor.by_value &= port not in (*IN_MEMORY, *PAGES, *_IN_DROPOUT)
+                tensor.by_value &= port not in (*_INDICES, *_IN_DROPOUT)
                 if port in _IN_DROPOUT:
                     self._take_words(tensor)
                 self.references.remember(value, tensor)
@@ -256,6 +257,9 @@ class Recorder(GraphBuilder):
                     fix="graph.tensor(..., data_type=...), .set_data_type(...), or "
                     "Graph(io_data_type=...)",
                 )
+            if port in _INDICES and value._state.dtype == "int64" and not self.is_used(value):
+                value.is_long = True
+                self._put(replace(value._state, dtype="int32"))
             aliases = [f"{node}::{position}"]
             if port in _IN_DROPOUT:
                 aliases.append(f"{node}::dropout::{_IN_DROPOUT[port]}")
@@ -368,6 +372,7 @@ class Recorder(GraphBuilder):
     ) -> GraphSpec:
         spec = super().finish(outputs, options, around)
         offsets = {name: t.offset for name, t in self.handles.items() if t.offset is not None}
+        check_offsets([(self.handles[name], self.handles[of]) for name, of in offsets.items()])
         return packed(spec, offsets, self._tensors, self._inputs) if offsets else spec
 
 

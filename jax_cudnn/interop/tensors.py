@@ -15,7 +15,7 @@ from .._core.errors import GraphAttributeError, GraphTypeError, nearest, shown
 from .._core.graph.dtypes import cudnn_name
 from .._core.graph.spec import Call, Tensor
 from .._core.graph.tensor import GraphTensor
-from .arrays import dtype_name, refusal
+from .arrays import dtype_name, refusal, without_gaps
 
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
@@ -67,7 +67,7 @@ class NamedTensor(GraphTensor):
         super().__init__(recorder, state)
         self.uid, self.is_own_uid, self.label = uid, False, ""
         self.is_declared = False  # by its shape: setters may change it until it is used
-        self.is_output = self.by_value = self.is_untyped = False
+        self.is_output = self.by_value = self.is_untyped = self.has_gaps = self.is_long = False
         self.number: float | None = None  # the declared value of one passed by value
         self.offset: str | None = None  # the name of its ragged offset
 
@@ -120,8 +120,10 @@ class NamedTensor(GraphTensor):
         return self
 
     def set_stride(self, stride: Sequence[int]) -> NamedTensor:
-        """Set the memory order, as packed element strides."""
+        """Set the memory order, as element strides. Gaps, as of a window into a larger buffer, are
+        dropped: the array that a call takes or returns has none."""
         self._builder.check_open("set_stride")
+        stride, self.has_gaps = without_gaps(self.shape, stride)
         super().set_stride(stride)
         return self
 

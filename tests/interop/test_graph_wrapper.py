@@ -271,7 +271,7 @@ BUILDING = [
     (lambda g: g.exp(g.tensor(dim=[4])), Error, "io_data_type"),
     (lambda g: used(g).set_dim([5]), Error, "after it was"),
     (lambda g: used(g).set_data_type("HALF"), Error, "before an operation uses"),
-    (lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"), Error, "pack"),
+    (lambda g: g.tensor(dim=[4, 4], stride=[2, 1], data_type="FLOAT"), Error, "overlap"),
     (lambda g: g.conv_forward(X), Attribute, "did you mean"),
     (lambda g: g.sdpa(*Q, dropout=(0.5, SEED, SEED)), Type, "jax.random.key_data"),
     (lambda g: g.sdpa(*Q, attn_scale=jnp.float32(0.5)), Type, "multiply q by it"),

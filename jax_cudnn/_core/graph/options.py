@@ -86,7 +86,8 @@ class Options:
         precision: of float32 products, as in lax: "default" (TF32 allowed), "high" or
             "highest" (float32). None follows ``jax.default_matmul_precision``.
         intermediate_data_type: the dtype of values inside the graph, except where a product
-            multiplies them with a 16-bit operand: those take the dtype of that operand.
+            multiplies them with a 16-bit operand: those take the dtype of that operand. "int32"
+            rounds floats inside to whole numbers.
         compute_data_type: the accumulation type of convolutions and matmuls that set none; None
             means float32, and int32 for integers.
         implementation: "auto", "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`;
@@ -141,12 +142,12 @@ class Options:
         if self.precision is not None:
             put("precision", normal_precision(self.precision))
         put("intermediate_data_type", canonical(self.intermediate_data_type))
-        if self.intermediate_data_type not in (known := (*FLOATS, *FP8)):
+        if self.intermediate_data_type not in (known := (*FLOATS, *FP8, "int32")):
             raise GraphError(
-                "intermediate_data_type is not a float type",
+                "intermediate_data_type is neither a float type nor int32",
                 expected=", ".join(known),
                 got=self.intermediate_data_type,
-                why="values inside a graph would be rounded to whole numbers",
+                why="sums of products of integers are int32",
             )
         if self.compute_data_type is not None:
             put("compute_data_type", canonical_compute(self.compute_data_type))
@@ -162,15 +163,18 @@ class Options:
 
     def resolved(self, around: Surroundings, float32_products: bool) -> Options:
         """These options with the settings of JAX and XLA filled in. Precision matters for float32
-        products only: other graphs are the same graph at any precision."""
+        products only: other graphs are the same graph at any precision. The tensors of a graph
+        state that they are int32; derivatives of such a graph are computed in float32."""
         precision = "default"
         if float32_products:
             precision = self.precision or normal_precision(around.precision)
         deterministic = self.deterministic or around.deterministic
+        wide = self.intermediate_data_type
         return dataclasses.replace(
             self,
             precision=precision,
             deterministic=deterministic,
+            intermediate_data_type="float32" if wide == "int32" else wide,
             implementation=self.implementation or around.implementation,
         )
 

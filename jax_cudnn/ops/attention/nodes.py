@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
+_EXTREMES = "score_max", "score_sum_exp"
+_REQUESTED = {"RNG_DUMP": "rng_dump", **dict(zip(_EXTREMES, _EXTREMES, strict=True))}
 # Hopper's engine, with the knobs (STAGES) that sum dQ in a fixed order with linear workspace.
 _ORDERED = (
     6,
@@ -230,18 +232,23 @@ class Sdpa(SdpaBase):
             :func:`jax_cudnn.ops.dot_product_attention`.
         generate_stats: whether to return Stats.
         rng_dump: whether to return RNG_DUMP.
+        score_max: whether to return score_max.
+        score_sum_exp: whether to return score_sum_exp.
 
     Returns: O, (B, H, Sq, E) of q's dtype; Stats, (B, H, Sq, 1) in float32, the natural log-sum-exp
     of each row of the softmax's input; if requested RNG_DUMP, (B, H, Sq, Skv) in float32: 1 where
-    dropout keeps a weight, else 0. Source: cuDNN documentation, "Scaled Dot Product Attention
-    Forward".
+    dropout keeps a weight, else 0; score_max, the largest element of each row (and its sink), and
+    score_sum_exp, the sum of ``exp(element - score_max)``, like Stats, -inf and 0 for a row that
+    sees no key; XLA computes their derivatives. Source: cuDNN documentation, "Scaled Dot Product
+    Attention Forward".
     """
 
     method = "sdpa"
     ports = Dims.parse(
         "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
         "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
-        "?*score_mod_operands: *s -> O: b h s e, Stats: *l, RNG_DUMP: *r"
+        "?*score_mod_operands: *s "
+        "-> O: b h s e, Stats: *l, RNG_DUMP: *r, score_max: *l, score_sum_exp: *l"
     )
     examples = (
         Example(
@@ -272,15 +279,22 @@ class Sdpa(SdpaBase):
 
     generate_stats: bool = True
     rng_dump: bool = False
+    score_max: bool = False
+    score_sum_exp: bool = False
     gradients = gradients
 
     @property
     def results(self) -> tuple[str, ...]:
-        there = {"O": True, "Stats": self.generate_stats, "RNG_DUMP": self.rng_dump}
-        return tuple(name for name in self.ports.output_names if there[name])
+        there = {"Stats": self.generate_stats, **self._requested}
+        return tuple(name for name in self.ports.output_names if there.get(name, True))
+
+    @property
+    def _requested(self) -> dict[str, bool]:
+        return {name: getattr(self, attribute) for name, attribute in _REQUESTED.items()}
 
     def without(self, results: Collection[str]) -> Node:
-        node = dataclasses.replace(self, rng_dump=self.rng_dump and "RNG_DUMP" not in results)
+        unused = {_REQUESTED[name]: False for name in results if name in _REQUESTED}
+        node = dataclasses.replace(self, **unused)
         if "Stats" in results and self.dropout_probability is None:
             # With dropout the engine must stay the one that writes Stats, to keep its mask.
             node = dataclasses.replace(node, generate_stats=False)
@@ -295,7 +309,7 @@ class Sdpa(SdpaBase):
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         found = {
             "O": ((*q.shape[:3], v.shape[3]), q.dtype),
-            "Stats": ((*q.shape[:3], 1), "float32"),
+            **dict.fromkeys(("Stats", *_EXTREMES), ((*q.shape[:3], 1), "float32")),
             "RNG_DUMP": ((*q.shape[:3], k.shape[2]), "float32"),
         }
         return {port: found[port] for port in self.results}
@@ -307,15 +321,20 @@ class Sdpa(SdpaBase):
 
     def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
         attention = self.attention(precision)
-        if self.rng_dump or not attention.sees_some(arrays):
+        if any(self._requested.values()) or not attention.sees_some(arrays):
             return None
         plain = dataclasses.replace(attention, guarded=False)
         return plain.forward(arrays)[: 1 + self.generate_stats]
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.attention(precision)
-        results = attention.forward(arrays)[: 1 + self.generate_stats]
-        return (*results, attention.mask(arrays)) if self.rng_dump else results
+        o, stats = attention.forward(arrays)
+        found: dict[str, jax.Array] = {"O": o, "Stats": stats}
+        if self.rng_dump:
+            found["RNG_DUMP"] = attention.mask(arrays)
+        if self.score_max or self.score_sum_exp:
+            found |= zip(_EXTREMES, attention.extremes(arrays), strict=True)
+        return tuple(found[port] for port in self.results)
 
     def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
         tiles = Reason(extras.NEEDS_OF_TILES, Kind.REQUIREMENT)
@@ -329,13 +348,16 @@ class Sdpa(SdpaBase):
 
         if "block_mask" in tensors and cudnn.backend_version() < extras.CUDNN_OF_TILES:
             raise cudnn.cudnnGraphNotSupportedError(extras.NEEDS_OF_TILES)
-        plain = dataclasses.replace(self, rng_dump=False)
-        if not self.rng_dump:
-            return SdpaBase.emit(plain, pygraph, tensors, common)
-
-        (b, h, s, _), t = tensors["q"].get_dim(), tensors["k"].get_dim()[2]
-        made = _declared(pygraph, common, "RNG_DUMP", (b, h, s, t), cudnn.data_type.FLOAT)
-        return (*SdpaBase.emit(plain, pygraph, {**tensors, "rng_dump": made}, common), made)
+        (b, h, s, _), t, kind = tensors["q"].get_dim(), tensors["k"].get_dim()[2], cudnn.data_type
+        made = {
+            attribute: _declared(
+                pygraph, common, name, (b, h, s, 1 if name in _EXTREMES else t), kind.FLOAT
+            )
+            for name, attribute in _REQUESTED.items()
+            if getattr(self, attribute)
+        }
+        plain = dataclasses.replace(self, **dict.fromkeys(made, False))
+        return (*SdpaBase.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values

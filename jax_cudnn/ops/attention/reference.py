@@ -181,15 +181,34 @@ class Attention:
             keep = keep.reshape(b, n, g, s, keys)
         return keep.astype(wide_dtype(rows["q"])) / (1 - self.dropout)
 
+    def extremes(self, arrays: Arrays) -> tuple[jax.Array, ...]:
+        """The largest score of each row, and the sum of ``exp(score - largest)``, a sink included;
+        -inf and 0 for a query that sees no key."""
+        arrays = within_lengths(arrays, arrays)
+
+        def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
+            scores, largest, sink = self._largest(rows, arrays, first)
+            least = jnp.where(jnp.isneginf(largest), 0, largest)
+            total = jnp.sum(jnp.exp(scores - least), axis=-1, keepdims=True)
+            return largest, total if sink is None else total + jnp.exp(sink - least)
+
+        found = _over_rows(jax.checkpoint(block), _grouped(arrays), arrays["k"].shape[2])
+        return tuple(map(_heads, found))
+
+    def _largest(
+        self, rows: Arrays, arrays: Arrays, first: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The scores, the largest of each row and its sink, and the sink."""
+        scores = self._scores(rows, arrays, first)
+        largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+        sink = self._sink(rows, arrays, first)
+        return scores, largest if sink is None else jnp.maximum(largest, sink), sink
+
     def _softmax(
         self, rows: Arrays, arrays: Arrays, first: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Weights and the statistic; 0 and -inf for a query that sees no key."""
-        scores = self._scores(rows, arrays, first)
-        largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-        sink = self._sink(rows, arrays, first)
-        if sink is not None:
-            largest = jnp.maximum(largest, sink)
+        scores, largest, sink = self._largest(rows, arrays, first)
         if self.guarded:  # XLA makes one kernel of a softmax only without this
             largest = jnp.where(jnp.isneginf(largest), 0, largest)
         largest = jax.lax.stop_gradient(largest)
