@@ -59,6 +59,13 @@ def grouped(lhs, rhs, group_sizes):
     return lax.ragged_dot(lhs, rhs, jnp.clip(group_sizes, 0))
 
 
+def gated(lhs, rhs, group_sizes, bias, gate, activation):
+    ends = jnp.cumsum(jnp.clip(group_sizes, 0))
+    group = (jnp.arange(lhs.shape[0])[:, None] >= ends).sum(1)
+    up = grouped(lhs, rhs, group_sizes) + bias[jnp.clip(group, 0, 2)]
+    return jnp.where(group[:, None] < 3, getattr(jax.nn, activation)(gate) * up, 0)
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -95,6 +102,8 @@ CASES = {
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
     "ragged_dot": Case("lhs t k, rhs 3 k n, group_sizes 3 int32",
         ops.ragged_dot, grouped),
+    "ragged_dot, gated": Case("lhs t k, rhs 3 k n, group_sizes 3 int32, bias 3 n, gate t n",
+        ops.ragged_dot, gated, {"activation": "silu"}),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),
