@@ -107,10 +107,7 @@ def ragged_dot(
         else preferred_dtype(preferred_element_type)
     )
     rows = lhs.shape[0]
-    sizes = jnp.clip(sizes, 0, rows)
-    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
-    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
-    sizes = jnp.diff(ends, prepend=0)
+    sizes = within(sizes, rows)
     if implementation not in ("xla", "mosaic"):
         raise GraphError(
             "ragged_dot has no such implementation",
@@ -127,7 +124,15 @@ def ragged_dot(
         one, kind = jnp.ones((rows, 1), terms["bias"].dtype), terms["bias"].dtype
         exact = {"precision": lax.Precision.HIGHEST, "mosaic": False}
         terms["bias"] = _product(ROWS, one, terms["bias"][:, None], sizes, kind, **exact)
-    return _finished(y, ends[-1:].sum(), terms, name, out)
+    return _finished(y, sizes.sum(), terms, name, out)
+
+
+def within(sizes: jax.Array, rows: Any) -> jax.Array:
+    """Sizes of groups that end at the last row; negative ones are 0."""
+    sizes = jnp.clip(sizes, 0, rows)
+    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
+    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
+    return jnp.diff(ends, prepend=0)
 
 
 def _terms(bias: Any, gate: Any, shape: Any, groups: Any) -> dict[str, jax.Array]:
