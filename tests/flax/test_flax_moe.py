@@ -154,6 +154,7 @@ def test_in_a_shard_map_it_takes_what_the_device_has(key):
     np.testing.assert_allclose(jax.jit(mapped)(state, x), one(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize("axis", ["expert", None])
 def test_a_step_on_four_gpus_moves_tokens(axis):
     """Weights stay. Without the axis XLA gathers weights, and adds up rows of all tokens."""

@@ -166,6 +166,7 @@ def test_most_rows_bounds_memory_and_drops_what_is_above_it(key, x64, way):
     near(few, want.reshape(-1, N))
 
 
+@pytest.mark.deviceless
 def test_a_program_for_four_gpus_moves_rows_and_no_weights():
     mesh = Mesh(np.array(h200s(4)), ("expert",))
 

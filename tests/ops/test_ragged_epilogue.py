@@ -187,6 +187,7 @@ def test_errors(options, told):
     assert re.search(told, str(error.value), re.DOTALL)
 
 
+@pytest.mark.deviceless
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_where_a_compiled_program_reads_the_matrices(implementation, turned, monkeypatch):
