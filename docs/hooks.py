@@ -165,14 +165,14 @@ def _notebooks() -> str:
     found = {path.stem: re.search(r"^# # (.*)", path.read_text(), re.M) for path in _scripts()}
     rows = [f"- [{title[1] if title else n}](../notebooks/{n}.ipynb)" for n, title in found.items()]
     return (
-        "# Notebooks\n\nExecuted on a GPU. To run one, keep `helpers.py` next to it.\n\n"
+        "# Notebooks\n\nMost are executed on a GPU. To run one, keep `helpers.py` next to it.\n\n"
         + "\n".join(rows)
     )
 
 
 def _scripts() -> list[Path]:
     """Those for training come first, then the introduction."""
-    first = ("train_gpt", "train_resnet", "train_on_a_mesh", "introduction")
+    first = ("train_gpt", "train_resnet", "train_on_a_mesh", "train_moe", "introduction")
     order = {name: place for place, name in enumerate(first)}
     scripts = (path.with_suffix(".py") for path in (ROOT / "notebooks").glob("*.ipynb"))
     return sorted(scripts, key=lambda path: (order.get(path.stem, len(order)), path.stem))

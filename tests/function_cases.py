@@ -64,6 +64,13 @@ def grouped(lhs, rhs, group_sizes):
     return lax.ragged_dot(lhs, rhs, jnp.clip(group_sizes, 0))
 
 
+def gated(lhs, rhs, group_sizes, bias, gate, activation):
+    ends = jnp.cumsum(jnp.clip(group_sizes, 0))
+    group = (jnp.arange(lhs.shape[0])[:, None] >= ends).sum(1)
+    up = grouped(lhs, rhs, group_sizes) + bias[jnp.clip(group, 0, 2)]
+    return jnp.where(group[:, None] < 3, getattr(jax.nn, activation)(gate) * up, 0)
+
+
 def packed(**operands):
     how = {"max_query_length": 4, "max_key_value_length": 6, "value": operands["key"]}
     return ops.packed_dot_product_attention(**how, **operands)
@@ -102,6 +109,8 @@ CASES = {
         ops.ragged_dot, grouped),
     "quantized": Case("x b t k, kernel k n int8, scale n, bias n", ops.quantized_matmul, quantized),
     "quantized, groups": Case("x t 8, kernel 8 n int8, scale 2 n", ops.quantized_matmul, quantized),
+    "ragged_dot, gated": Case("lhs t k, rhs 3 k n, group_sizes 3 int32, bias 3 n, gate t n",
+        ops.ragged_dot, gated, {"activation": "silu"}),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
     "conv, strides": Case(IMAGE, ops.conv, conv, SPATIAL | window),

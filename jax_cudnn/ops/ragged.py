@@ -15,9 +15,11 @@ from jax.interpreters import ad, batching, mlir
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FLOATS
+from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
 from .._core.user_context import TARGET
-from .arguments import flags, int32, preferred_dtype, promoted
+from .arguments import flags, floating, int32, preferred_dtype, promoted
+from .epilogue import Activation, Terms, activation_name, apply_outside
 
 log = logging.getLogger("jax_cudnn")
 
@@ -40,22 +42,31 @@ def ragged_dot(
     rhs: jax.Array,
     group_sizes: jax.Array,
     *,
+    bias: jax.Array | None = None,
+    activation: Activation = None,
+    gate: jax.Array | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: None = None,
     transpose_rhs: bool = False,
     implementation: Literal["xla", "mosaic"] = "xla",
 ) -> jax.Array:
-    r"""The product of each group of rows with its own matrix: ``jax.lax.ragged_dot``.
+    r"""The product of each group of rows with its own matrix: ``jax.lax.ragged_dot``, and what
+    follows it in a layer of experts.
 
-    Row :math:`m` of group :math:`e` gives :math:`\sum_k l_{mk} r_{ekn}`. The groups follow each
-    other in ``lhs``; rows after the last one give 0.
+    Row :math:`m` of group :math:`e` gives :math:`a(\sum_k l_{mk} r_{ekn} + b_{en})`, and with a
+    gate :math:`a(g_{mn}) (\sum_k l_{mk} r_{ekn} + b_{en})`. The groups follow each other in
+    ``lhs``; rows after the last one give 0.
 
     Args:
         lhs: (M, K), float.
         rhs: (E, K, N), or (E, N, K) with ``transpose_rhs``, which is read as it lies.
         group_sizes: (E,), integers, which only the device needs to know. Negative ones count as 0,
             and groups end at row M.
+        bias: (E, N), float, one row for each group.
+        activation: as for :func:`jax_cudnn.ops.matmul`.
+        gate: (M, N), float, which the activation is then applied to: with
+            ``gate=ragged_dot(lhs, other, group_sizes)`` and ``activation="silu"`` this is SwiGLU.
         precision: as for ``jax.lax.ragged_dot``.
         preferred_element_type: the result's dtype; None for that of the operands.
         group_offset: None, as in ``jax.lax.ragged_dot``, which has no other yet.
@@ -63,7 +74,8 @@ def ragged_dot(
         implementation: ``"xla"``, or ``"mosaic"`` for JAX's own kernels where they apply.
 
     Returns:
-        (M, N). 16-bit operands are accumulated in float32.
+        (M, N). 16-bit operands are accumulated in float32. The product is rounded to the result's
+        dtype; bias, activation and gate are computed in float32 and rounded once.
 
     With ``implementation="mosaic"``, on GPUs with compute capability 9.0 (Hopper), JAX's own Mosaic
     kernels compute it, and its derivatives, without waiting for the sizes on the host: for bfloat16
@@ -95,10 +107,7 @@ def ragged_dot(
         else preferred_dtype(preferred_element_type)
     )
     rows = lhs.shape[0]
-    sizes = jnp.clip(sizes, 0, rows)
-    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
-    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
-    sizes = jnp.diff(ends, prepend=0)
+    sizes = within(sizes, rows)
     if implementation not in ("xla", "mosaic"):
         raise GraphError(
             "ragged_dot has no such implementation",
@@ -106,7 +115,58 @@ def ragged_dot(
             got=shown(implementation),
         )
     how = {"precision": precision, "mosaic": implementation == "mosaic"}
-    return _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, **how)
+    terms = _terms(bias, gate, (rows, rhs.shape[1 if turned else 2]), rhs.shape[0])
+    name = activation_name(activation)
+    y = _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, **how)
+    if name is None and not terms:
+        return y
+    if "bias" in terms:  # of each row: a product whose derivatives are those of the others
+        one, kind = jnp.ones((rows, 1), terms["bias"].dtype), terms["bias"].dtype
+        exact = {"precision": lax.Precision.HIGHEST, "mosaic": False}
+        terms["bias"] = _product(ROWS, one, terms["bias"][:, None], sizes, kind, **exact)
+    return _finished(y, sizes.sum(), terms, name, out)
+
+
+def within(sizes: jax.Array, rows: Any) -> jax.Array:
+    """Sizes of groups that end at the last row; negative ones are 0."""
+    sizes = jnp.clip(sizes, 0, rows)
+    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
+    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
+    return jnp.diff(ends, prepend=0)
+
+
+def _terms(bias: Any, gate: Any, shape: Any, groups: Any) -> dict[str, jax.Array]:
+    """The operands after the product that are given."""
+    expected = {
+        "bias": ((groups, shape[1]), "(E, N), one row for each group"),
+        "gate": (shape, "(M, N), as the result"),
+    }
+    given = {"bias": bias, "gate": gate}
+    terms = {name: floating(name, x) for name, x in given.items() if x is not None}
+    for name, term in terms.items():
+        if term.shape != expected[name][0]:
+            raise GraphError(
+                f"{name} of ragged_dot does not fit",
+                expected=f"{expected[name][1]}: {expected[name][0]}",
+                got=f"shape {term.shape}",
+            )
+    return terms
+
+
+def _finished(y: jax.Array, end: Any, terms: Any, activation: str | None, out: str) -> jax.Array:
+    """The product of rows with what follows it, in float32; rows from ``end`` on are 0."""
+    wide = str(jnp.promote_types(y.dtype, jnp.float32))
+
+    def run(y: jax.Array, bias: Any = None, gate: Any = None) -> jax.Array:
+        if gate is None:
+            y = apply_outside(y, Terms(None, bias, None, activation), wide)
+        else:
+            y = apply_outside(y, Terms(None, bias, None, None), wide)
+            y = y * apply_outside(gate, Terms(None, None, None, activation), wide)
+        return rounded(jnp.where(jnp.arange(y.shape[0])[:, None] < end, y, 0), out)
+
+    # The derivative keeps the operands, and computes the float32 values again.
+    return jax.checkpoint(run, prevent_cse=False)(y, **terms)
 
 
 def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
@@ -156,12 +216,32 @@ def _product(kind: str, lhs: Any, rhs: Any, sizes: Any, out: Any, **how: Any) ->
 def _reference(
     lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, precision: Any, mosaic: bool
 ) -> list[jax.Array]:
+    if lhs.shape[1] == 1:
+        return [_of_one(lhs, rhs, sizes, kind, precision).astype(out)]
     numbers = lax.RaggedDotDimensionNumbers(
         (_CONTRACTED[kind], ((), ())), [0], [] if kind == WEIGHTS else [0]
     )
     dtype = jnp.dtype(out)
     product = lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, dtype)
     return [product.astype(dtype)]
+
+
+def _of_one(lhs: Any, rhs: Any, sizes: Any, kind: str, precision: Any) -> jax.Array:
+    """The product of rows of one element: lax would multiply all rows for each group."""
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(lhs.shape[0])[:, None]
+    if kind == WEIGHTS:
+        within = jnp.where((row < ends) & (row >= ends - sizes), lhs, 0)
+        wide = jnp.promote_types(lhs.dtype, jnp.float32)
+        y = jnp.einsum("me,mn->en", within, rhs, precision=precision, preferred_element_type=wide)
+        return y[:, None]
+    group = (row >= ends).sum(1)
+    of_row = (
+        rhs.reshape(rhs.shape[0], rhs.shape[1] * rhs.shape[2])
+        .at[group]
+        .get(mode="fill", fill_value=0)
+    )
+    return lhs * of_row
 
 
 def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:

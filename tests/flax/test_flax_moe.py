@@ -1,11 +1,16 @@
 """MoE against a loop over tokens and experts in NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 import pytest
+from absent_gpus import compiled, h200s
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
@@ -67,3 +72,124 @@ def test_gradients_are_differences(key):
 def test_more_experts_for_a_token_than_there_are():
     with pytest.raises(jc.GraphError, match="at most num_experts=2"):
         jnn.MoE(8, 12, 2, 3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("activation", ["gelu", None, jax.nn.silu])
+def test_biases_and_activations(activation, key):
+    moe = jnn.MoE(8, 12, 4, 2, activation=activation, use_bias=True, rngs=nnx.Rngs(0))
+    keys = jax.random.split(key, 4)
+    names = ("gate_bias", "up_bias", "down_bias")
+    for name, one in zip(names, keys, strict=False):
+        setattr(moe, name, nnx.Param(jax.random.normal(one, getattr(moe, name)[...].shape)))
+    x = jax.random.normal(keys[3], (10, 8))
+    best, chosen = jax.lax.top_k(moe.router(x), 2)
+    gate, up, down, *biases = (getattr(moe, n)[...] for n in ("gate", "up", "down", *names))
+
+    def all_experts(x):
+        named = {"gelu": jax.nn.gelu, None: lambda x: x}.get(activation, jax.nn.silu)
+        gated = named(jnp.einsum("tk,ekh->teh", x, gate) + biases[0])
+        hidden = gated * (jnp.einsum("tk,ekh->teh", x, up) + biases[1])
+        return jnp.einsum("teh,ehk->tek", hidden, down) + biases[2]
+
+    each = jnp.take_along_axis(all_experts(x), chosen[..., None], 1)
+    want = (each * jax.nn.softmax(best)[..., None]).sum(1)
+    assert np.allclose(moe(x), want, atol=1e-4)
+
+
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+SHAPES = {"(4,)": ((4,), ("expert",)), "(2, 2)": ((2, 2), ("data", "expert"))}
+
+
+def meshed(shape, kind, devices=None):
+    sizes, names = SHAPES[shape]
+    devices = jax.devices() if devices is None else devices
+    kinds = (KINDS[kind],) * len(sizes)
+    return jax.sharding.Mesh(np.array(devices[:4]).reshape(sizes), names, axis_types=kinds)
+
+
+def loss_of(graph, state, x):
+    y, balance = nnx.merge(graph, state)(x, return_loss=True)
+    return jnp.square(y).sum() + balance, (y, balance)
+
+
+def on_experts(path, _):
+    return P() if "router" in jax.tree_util.keystr(path) else P("expert")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [(4, 6), (3,)], ids=str)
+def test_experts_on_devices_compute_what_one_device_does(shape, kind, tokens, key):
+    """Values, both losses and all gradients; 3 tokens do not divide over 4 devices."""
+    one = jnn.MoE(8, 12, 8, 3, use_bias=True, rngs=nnx.Rngs(0))
+    many = jnn.MoE(8, 12, 8, 3, use_bias=True, expert_axis="expert", rngs=nnx.Rngs(0))
+    x = jax.random.normal(key, (*tokens, 8))
+    derive = jax.jit(jax.value_and_grad(loss_of, (1, 2), has_aux=True), static_argnums=0)
+    want = derive(*nnx.split(one), x)
+    mesh = meshed(shape, kind)
+    graph, state = nnx.split(many)
+    with jax.set_mesh(mesh):
+        state = jax.tree_util.tree_map_with_path(
+            lambda p, w: jax.device_put(w, NamedSharding(mesh, on_experts(p, w))), state
+        )
+        spec = P(mesh.axis_names[0]) if tokens[0] == 4 else P()
+        got = derive(graph, state, jax.device_put(x, NamedSharding(mesh, spec)))
+        eager = nnx.merge(graph, state)(jax.device_put(x, NamedSharding(mesh, spec)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(eager, want[0][1][0], rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_shard_map_it_takes_what_the_device_has(key):
+    one = jnn.MoE(8, 12, 8, 2, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(jnn.MoE(8, 12, 8, 2, expert_axis="expert", rngs=nnx.Rngs(0)))
+    x = jax.random.normal(key, (12, 8))
+    specs = jax.tree_util.tree_map_with_path(on_experts, state)
+    mapped = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=jax.sharding.Mesh(jax.devices()[:4], "expert"),
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(state, x), one(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("axis", ["expert", None])
+def test_a_step_on_four_gpus_moves_tokens(axis):
+    """Weights stay. Without the axis XLA gathers weights, and adds up rows of all tokens."""
+    mesh = meshed("(4,)", "automatic", h200s(4))
+    moe = jnn.MoE(128, 256, 8, 2, dtype="bfloat16", expert_axis=axis, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(moe)
+
+    def aval(path, x):
+        sharding = NamedSharding(mesh, on_experts(path, x))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    avals = jax.tree_util.tree_map_with_path(aval, state)
+    sharding = NamedSharding(mesh, P("expert"))
+    x = jax.ShapeDtypeStruct((16, 64, 128), "bfloat16", sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        step = jax.value_and_grad(lambda state, x: loss_of(graph, state, x)[0], (0, 1))
+        text = compiled(step, avals, x, mesh=mesh).as_text()
+    lines = [re.sub(r"\{.*?\}", "", line) for line in text.splitlines()]
+
+    def results(kind):
+        return " ".join(re.findall(rf"= (.*?) {kind}(?:-start)?\(", "\n".join(lines)))
+
+    assert "s32" in results("all-gather")  # numbers of rows
+    gathers = re.search(r"bf16\[8,(128,256|256,128)\]", results("all-gather")) is not None
+    sums = f"bf16[{16 * 64 * 2},128]" in results("all-reduce")
+    assert (gathers, sums) == ((False, False) if axis else (True, True))
+    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == (4 if axis else 0)
+
+
+def test_experts_that_do_not_fit_the_mesh():
+    moe = jnn.MoE(8, 12, 6, 2, expert_axis="expert", rngs=nnx.Rngs(0))
+    with pytest.raises(jc.GraphError, match=r"jax\.set_mesh"):
+        moe(jnp.ones((4, 8)))
+    with jax.set_mesh(meshed("(4,)", "automatic")):
+        with pytest.raises(jc.GraphError, match="multiple of 4"):
+            moe(jnp.ones((4, 8)))
+    with pytest.raises(jc.GraphError, match="unknown activation"):
+        jnn.MoE(8, 12, 6, 2, activation="swiglu", rngs=nnx.Rngs(0))

@@ -14,7 +14,8 @@ ALLOW = [jax.export.DisabledSafetyCheck.custom_call("jax_cudnn")]
 OF_XLA = (
     *("batch_norm, inference", "pooling", "write_pages", "mxfp8"),
     *("cross-entropy", "cross-entropy, each token"),
-    *("rotary", "rotary, no positions", "ragged_dot", "quantized", "quantized, groups"),
+    *("rotary", "rotary, no positions", "ragged_dot", "ragged_dot, gated"),
+    *("quantized", "quantized, groups"),
 )
 
 
