@@ -250,3 +250,18 @@ def test_a_pygraph_of_blocks_is_taken(key):
         np.testing.assert_array_equal(one.astype("float32"), other.astype("float32"))
     with pytest.raises(jc.GraphError, match="scales of blocks are not in tiles"):
         taken(tiles.NONE)
+
+
+def test_gradients_of_values_in_4_bits(key):
+    """Of a quantized product, by values in 4 bits: those with scales fixed, rounded once."""
+    a, b = jax.random.normal(key, (1, 128, 64)), jax.random.normal(key, (1, 64, 128))
+    a, b = quantize(a, 16, 2, "float4_e2m1fn"), quantize(b, 16, 1, "float4_e2m1fn")
+    (y, scale), pull = jax.vjp(lambda v: quantized_product(v, a[1], *b, 16), a[0])
+    (got,) = pull((jnp.ones_like(y), jnp.zeros_like(scale)))
+    assert got.dtype == E2M1
+    slope = (exact(*a, -1, 16) @ exact(*b, -2, 16) > 0) / np.where(
+        exact(jnp.ones_like(y), scale, -1, 16) > 0, exact(jnp.ones_like(y), scale, -1, 16), np.inf
+    )
+    wide = slope @ np.swapaxes(exact(*b, -2, 16), 1, 2) * exact(jnp.ones_like(a[0]), a[1], -1, 16)
+    want = jnp.asarray(np.clip(wide, -6, 6), "float32").astype(E2M1).astype("float32")
+    assert (np.asarray(got.astype("float32")) == np.asarray(want)).mean() > 0.99

@@ -60,6 +60,9 @@ def _never(spec: GraphSpec) -> _Found:
     for t in spec.tensors:  # they are packed in pairs
         if t.dtype == FP4 and (len(t.shape) != 3 or t.shape[t.order[-1] if t.order else -1] % 2):
             yield t.name, "float4 with other than three dimensions, or an odd innermost one"
+    for call, tensors in spec.at_ports:
+        if call.node.ports.is_elementwise and any(t.dtype == FP4 for t in tensors.values()):
+            yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:
             yield call.name, call.node.about.requires
