@@ -37,8 +37,7 @@ bool Is(std::string_view object, std::string_view field, const char* value) {
 double LeastBytes(std::string_view object) {
   static constexpr std::pair<const char*, int> kBits[] = {
       {"FLOAT\"", 32}, {"HALF\"", 16},  {"BFLOAT16\"", 16}, {"DOUBLE\"", 64}, {"INT8\"", 8},
-      {"UINT8\"", 8},  {"INT32\"", 32}, {"INT64\"", 64},    {"BOOLEAN\"", 1}, {"FP8_", 8},
-      {"FP4_", 4}};
+      {"UINT8\"", 8},  {"INT32\"", 32}, {"INT64\"", 64},    {"BOOLEAN\"", 1}, {"FP8_", 8}};
   constexpr double kFar = 1e15;  // bytes that no memory has
   const bool regular = Is(object, "\"reordering\":\"CUDNN_TENSOR_REORDERING_", "NONE");
   if (!regular || *After(object, "\"isRagged\":") != 0) return 0;
