@@ -125,7 +125,7 @@ class BlockScaleDequantize(BlockScaling):
     method = "block_scale_dequantize"
     ports = Dims.parse("input: b m k, descale: *s -> OUT_0: b m k")
     about = About(requires=_REQUIRES)
-    dtypes = (*FP8, FP4, E8M0)
+    dtypes = (*FP8, FP4)
     scaled = ("input", "descale")
     examples = (
         Example(
@@ -172,7 +172,7 @@ class BlockScaleDequantize(BlockScaling):
         return -1 if self.block_size[0] == 1 else -2
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        matched(self, inputs)
+        self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
         values, scales = inputs["input"], inputs["descale"]
         wanted = scales_shape(values.shape, self.along, self.size)
         dtypes, dtype = _FORMATS[self.size]
