@@ -7,7 +7,7 @@ arrays' bounds: with wrong ones a plan would access memory outside of the arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.tensor import GraphTensor
 from .._core.transforms.derivation import vocabulary
 from ..ops.attention.base import LENGTHS
+from ..ops.attention.extras import WORDS
 from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, Packed
 from ..ops.attention.paged import Paged
@@ -154,6 +155,9 @@ def _check_scale(method: str, given: dict[str, Any]) -> None:
 # -- pages and packed tokens --------------------------------------------------------------------
 
 _KINDS = {**QUERIES, **KEYS}
+_BY_EXAMPLE = (*LENGTHS, "bias", "dBias", "sink_token", "dSink_token", *WORDS, "dropout_mask",
+               "RNG_DUMP")  # fmt: skip
+_STATISTICS = ("Stats", "stats")
 _PACKED = ("sdpa", "sdpa_backward")
 _TOKENS_FIRST = (0, 2, 1, 3)
 
@@ -191,10 +195,10 @@ def packed(
         if not names & offsets.keys():
             calls.append(call)
             continue
-        ports = _ports(spec, call, offsets)
+        ports, ragged = _ports(spec, call, offsets)
         used = [offsets[name] for name in ports.values() if name in offsets]
         tensors |= {name: known[name] for name in used}
-        calls += _packed_calls(spec, call, ports, offsets, tensors)
+        calls += _packed_calls(spec, call, ports, ragged, offsets, tensors)
     names = {name for call in calls for _, name in (*call.inputs, *call.outputs)}
     made = {name for call in calls for _, name in call.outputs}
     inputs = tuple(name for name in order if name in names and name not in made)
@@ -207,19 +211,25 @@ def _refusal(summary: str, expected: str, got: str | None = None) -> Exception:
     return refusal(summary, expected=expected, got=got, fix=fix)
 
 
-def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str, str]:
-    """The tensors at the ports of packed attention, without unused statistics; raises GraphError
-    for what it does not support."""
+def _ports(
+    spec: GraphSpec, call: Call, offsets: Mapping[str, str]
+) -> tuple[dict[str, str], Collection[str]]:
+    """The tensors at the ports of packed attention, without unused statistics, and the ports of
+    packed arrays; raises GraphError for what it does not support."""
     ports = dict((*call.inputs, *call.outputs))
     read = {*spec.outputs, *(name for c in spec.calls for _, name in c.inputs), *offsets}
-    if ports.get("Stats") not in read:
-        ports.pop("Stats", None)
     known = call.node.method in _PACKED
-    wrong = ports.keys() - {*_KINDS, *LENGTHS, "bias", "dBias"}
+    if known and ports.get("Stats") not in read:
+        if "Stats" not in call.node.without(["Stats"]).results:
+            ports.pop("Stats", None)
+    wrong = ports.keys() - {*_KINDS, *_BY_EXAMPLE}
     if wrong or not known:
         named = ", ".join(sorted(wrong)) if known else "ragged offsets"
         raise _refusal(f"{call.name} does not support {named}", "sdpa or sdpa_backward")
     ragged = {port: name for port, name in ports.items() if port in _KINDS}
+    for port in _STATISTICS:  # (B, H, S, 1) without offsets
+        if ragged.get(port) not in offsets:
+            ragged.pop(port, None)
     if bare := [name for name in ragged.values() if name not in offsets]:
         summary = f"{call.name}: some tensors have no ragged offset"
         expected = f"a ragged offset for each of {', '.join(ragged)}"
@@ -236,13 +246,14 @@ def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str,
                 "strides of (B, H, S, D) as [S*H*D, D, H*D, 1]",
                 got=f"{tensor} with dimensions in the order {order}",
             )
-    return ports
+    return ports, ragged
 
 
 def _packed_calls(
     spec: GraphSpec,
     call: Call,
     ports: Mapping[str, str],
+    ragged: Collection[str],
     offsets: Mapping[str, str],
     tensors: dict[str, Tensor],
 ) -> list[Call]:
@@ -250,7 +261,7 @@ def _packed_calls(
     inputs, outputs, at, moves = dict(call.inputs), {}, {}, {}
     for port, name in ports.items():
         back, moved = port not in inputs, name
-        if port in _KINDS:
+        if port in ragged:
             moved, kind = f"{name}::packed", f"ragged_offset_{_KINDS[port]}"
             if at.setdefault(kind, offsets[name]) != offsets[name]:
                 summary = f"{call.name}: {port} and its counterpart have different offsets"

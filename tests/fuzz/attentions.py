@@ -194,9 +194,9 @@ def _attention(*features: str) -> Any:
 def _packed(
     query: Any, key: Any, value: Any, bias: Any = None, *, query_offsets: Any,
     max_query_length: int, key_value_offsets: Any = None, max_key_value_length: Any = None,
-    **options: Any,
+    keep: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """One sequence after the other."""
+    """One sequence after the other; ``keep`` is that of all, padded."""
     of_keys = query_offsets if key_value_offsets is None else key_value_offsets
     out = jnp.zeros((*query.shape[:2], value.shape[2]), query.dtype)
     residual = jnp.full(query.shape[:2], -jnp.inf, query.dtype)
@@ -206,7 +206,10 @@ def _packed(
         if not len(q) or not len(k):
             continue
         own = None if bias is None else bias[min(i, len(bias) - 1), :, : len(q), : len(k)][None]
-        found = attention(q[None], k[None], v[None], own, **options, return_residual=True)
+        kept = None if keep is None else keep[i : i + 1, :, : len(q), : len(k)]
+        found = attention(
+            q[None], k[None], v[None], own, keep=kept, **options, return_residual=True
+        )
         out, residual = out.at[rows].set(found[0][0]), residual.at[rows].set(found[1][0])
     return out, residual
 
@@ -230,6 +233,7 @@ def packed(draw: Draw) -> Entry:
     operands = {name: draw.floats(*x) for name, x in shapes.items()}
     of = draw.of((count, n), (1, n))
     operands |= draw.some(0.3, bias=draw.floats(*of, *longest))
+    operands |= draw.some(0.2, sink=draw.floats(n, dtype="float32"))
     exact = lambda return_residual, **given: _packed(**given)  # noqa: E731
     return entry(jc.ops.packed_dot_product_attention, exact, operands, options)
 

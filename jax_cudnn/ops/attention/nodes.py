@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
@@ -148,13 +148,13 @@ class SdpaBackward(Deterministic, SdpaBase):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         if not self.linear_in(tangents.keys()):
-            inputs = _with_mask(self, g, inputs)
+            inputs = with_mask(self, g, inputs)
         return by_reference.jvp(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
-        inputs = _with_mask(self, g, inputs)
+        inputs = with_mask(self, g, inputs)
         return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
     def without(self, results: Collection[str]) -> Node:
@@ -315,7 +315,9 @@ class Sdpa(SdpaBase):
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.attention(precision)
         results = attention.forward(arrays)[: 1 + self.generate_stats]
-        return (*results, attention.mask(arrays)) if self.rng_dump else results
+        if self.rng_dump:
+            results = (*results, attention.mask(arrays, self.scores(cast(Any, arrays))))
+        return results
 
     def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
         tiles = Reason(extras.NEEDS_OF_TILES, Kind.REQUIREMENT)
@@ -340,7 +342,7 @@ class Sdpa(SdpaBase):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        inputs = _with_mask(self, g, inputs)
+        inputs = with_mask(self, g, inputs)
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return by_reference.jvp(self, g, tangents, inputs, outputs)
@@ -357,10 +359,15 @@ def _declared(
     return pygraph.tensor(name=name, data_type=kind, dim=[*dims], stride=strides)
 
 
-def _with_mask(node: SdpaBase, g: Derivation, inputs: Values) -> Values:
-    """The operands with the mask that the forward pass draws, for derivatives by the reference."""
+def with_mask(node: SdpaBase, g: Derivation, inputs: Values, stored: Any = None) -> Values:
+    """The operands with the mask that the forward pass draws, for derivatives by the reference;
+    ``stored``: the node over another storage."""
     if node.dropout_probability is None or "dropout_mask" in inputs:
         return inputs
-    forward = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
-    operands = {port: inputs[port] for port in ("q", "k", "v", *extras.WORDS)}
+    forward: Any = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
+    ports = ("q", "k", "v", *extras.WORDS)
+    if stored is not None:
+        forward = dataclasses.replace(stored, base=forward)
+        ports = (*ports, *stored.indices.positions)
+    operands = {port: inputs[port] for port in ports if port in inputs}
     return {**inputs, "dropout_mask": g.apply(forward, **operands)[-1]}

@@ -18,6 +18,7 @@ from .arguments import (
     bias_of,
     check_operands,
     check_size,
+    extensions,
     integers,
     lengths_of,
     operands,
@@ -33,8 +34,8 @@ from .storage import InOneArray, StoredSdpa
 _STATIC = "it is static: each value needs its own plan"
 
 
-def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
-    ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
+def _packed(g, q, k, v, bias, lengths, offsets, extras, *, limits, **attributes):
+    ports = {"q": q, "k": k, "v": v, **lengths, **offsets, **extras}
     if bias is not None:
         ports["bias"] = bias
     queries, keys = limits
@@ -60,6 +61,9 @@ def packed_dot_product_attention(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     bottom_right: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    sink: jax.Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -88,12 +92,17 @@ def packed_dot_product_attention(
         is_causal: a query sees keys up to its own position in the sequence.
         bottom_right: align the last query of a sequence with its last key. By default the first
             ones are aligned.
+        dropout_rate, dropout_rng: as in :func:`dot_product_attention`; the mask depends on the
+            sequence and the positions in it.
+        sink: one logit per head, (N,) in float32, as in :func:`dot_product_attention`.
+            Differentiable; XLA sums its gradient.
         scale, local_window_size, return_residual, implementation, options: as in
             :func:`dot_product_attention`.
 
     Returns: (T, N, E) of query's dtype. With ``return_residual`` also the natural log-sum-exp of
     the softmax's input, (T, N) in float32. Queries that see no key, and tokens of no sequence, have
-    results and gradients of 0 and a residual of -inf. Both results are differentiable.
+    results and gradients of 0 and a residual of -inf (or the sink, if their sequence has keys).
+    Both results are differentiable.
 
     Memory is linear in the number of tokens; cuDNN's workspace for the backward pass holds the
     query gradient in float32. Offsets are clipped to the valid range, so no other memory is read.
@@ -140,7 +149,11 @@ def packed_dot_product_attention(
         given[1] = integer("max_key_value_length", max_key_value_length, 1, _STATIC)
     batch, heads = queries.shape[0] - 1, query.shape[1]
     letters = "B, N, max_query_length, max_key_value_length"
-    bias = bias_of(bias, (batch, heads, *given), query.dtype, letters, masks=False)
+    scores = batch, heads, *given
+    bias = bias_of(bias, scores, query.dtype, letters, masks=False)
+    rate, extras = extensions(
+        scores, query.dtype, dropout_rate, dropout_rng, sink, False, None, is_causal
+    )
     # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
     limits = tuple(
         max(1, min(size, tokens)) if isinstance(tokens, int) else size
@@ -153,11 +166,13 @@ def packed_dot_product_attention(
         statistic = jnp.full(query.shape[:2], -jnp.inf)
         return (out, statistic) if return_residual else out
     queries, keys = (jnp.clip(x, 0, size) for x, size in zip((queries, keys), most, strict=True))
+    lengths = {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])}
+    if sink is not None:  # cuDNN writes no results for sequences without keys
+        lengths["seq_len_q"] = jnp.where(lengths["seq_len_kv"] > 0, lengths["seq_len_q"], 0)
     out, statistic = chosen(PACKED, options, None, implementation)(
-        query, key, value, bias,
-        {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
-        _in_elements(queries, keys, query, key, value),
-        limits=limits,
+        query, key, value, bias, lengths,
+        _in_elements(queries, keys, query, key, value), extras,
+        limits=limits, dropout_probability=rate,
         **attributes(float(scale), band),
     )  # fmt: skip
     return (out, statistic[..., 0]) if return_residual else out

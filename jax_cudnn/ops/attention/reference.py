@@ -162,13 +162,12 @@ class Attention:
             found["dSink_token"] = extras.sink_gradient(*of)
         return found
 
-    def mask(self, arrays: Arrays) -> jax.Array:
-        """1 where dropout keeps a weight, else 0: (B, H, S, T)."""
+    def mask(self, arrays: Arrays, scores: Shape) -> jax.Array:
+        """1 where dropout keeps a weight, else 0: (B, H, S, T), the shape of the scores."""
         if "dropout_mask" in arrays:
             return arrays["dropout_mask"]
         assert self.dropout is not None
-        (b, h, s, _), t = arrays["q"].shape, arrays["k"].shape[2]
-        return extras.kept(arrays, self.dropout, (b, h, s, t), 0)
+        return extras.kept(arrays, self.dropout, scores, 0)
 
     def _kept(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
         """The factors of the weights: 0, or one over the probability of keeping a weight."""
@@ -176,7 +175,7 @@ class Attention:
         b, n, g, s, _ = rows["q"].shape
         keep = rows.get("dropout_mask")
         if keep is None:
-            keys = arrays["k"].shape[2]
+            keys, first = arrays["k"].shape[2], first + jnp.reshape(_first(arrays), ())
             keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
             keep = keep.reshape(b, n, g, s, keys)
         return keep.astype(wide_dtype(rows["q"])) / (1 - self.dropout)
@@ -255,7 +254,7 @@ class Attention:
             _length(arrays.get(name), arrays[of].shape[2])
             for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
         )
-        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
+        i = (first + jnp.arange(count))[:, None] + _first(arrays)
         return i, jnp.arange(arrays["k"].shape[2])[None, :], queries, keys
 
     def _sink(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array | None:
@@ -264,7 +263,7 @@ class Attention:
             return None
         q = rows["q"]
         sink = arrays["sink_token"].astype(wide_dtype(q)).reshape(1, *q.shape[1:3], 1, 1)
-        i = (first + jnp.arange(q.shape[3]))[:, None]
+        i = (first + jnp.arange(q.shape[3]))[:, None] + _first(arrays)
         there = i < _length(arrays.get("seq_len_q"), arrays["q"].shape[2])
         return jnp.where(there, sink, -jnp.inf)
 
@@ -294,6 +293,10 @@ def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
 
 def _length(given: jax.Array | None, whole: int) -> Any:
     return whole if given is None else given.astype(jnp.int32).reshape(-1, 1, 1, 1, 1)
+
+
+def _first(arrays: Arrays) -> Any:
+    return _length(arrays.get("first"), 0)
 
 
 def _grouped(arrays: Arrays) -> dict[str, jax.Array]:

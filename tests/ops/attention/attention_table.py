@@ -53,18 +53,22 @@ QUERIES, KEYS = (0, 96, 96, 150, 240, 290), (0, 160, 200, 200, 290, 380)
 
 
 def packed(
-    *, t=300, s=400, n=8, k=2, h=64, e=None, bias=None, ends=(QUERIES, KEYS), longest=None, **given
-):
+    *, t=300, s=400, n=8, k=2, h=64, e=None, bias=None, sink=False, ends=(QUERIES, KEYS),
+    longest=None, **given,
+):  # fmt: skip
     shapes = [(t, n, h), (s, k, h), (s, k, e or h), *([bias] if bias else [])]
     longest = longest or [int(np.diff(x).max()) for x in ends]
+    avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
 
     def function(*operands, **more):
+        if sink:
+            *operands, more["sink"] = operands
         return jc.ops.packed_dot_product_attention(
             *operands, query_offsets=ints(*ends[0]), key_value_offsets=ints(*ends[1]),
             max_query_length=longest[0], max_key_value_length=longest[1], **given, **more,
         )  # fmt: skip
 
-    return function, [S(shape, "bfloat16") for shape in shapes], len(shapes)
+    return function, avals, len(avals)
 
 
 def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), **given):
@@ -118,6 +122,9 @@ TABLE = {
     "packed, from the last": packed(s=700, e=64, h=128, **LAST),
     "packed, bias": packed(n=4, k=4, bias=(1, 4, 96, 160)),
     "packed, row of bias": packed(n=4, k=4, bias=(5, 4, 1, 160)),
+    "packed, sink": packed(sink=True, **WINDOW),
+    "packed, dropout and all": packed(n=4, k=4, bias=(1, 4, 96, 160), sink=True, **CAUSAL,
+        **DROPOUT),
     "pages, decode": in_pages(**CAUSAL),
     "pages, prefill": in_pages(t=96, heads_first=True, **WINDOW),
     "small pages": in_pages(t=4, page=16, per=20, k=1, **CAUSAL),
