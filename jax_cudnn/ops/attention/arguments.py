@@ -69,7 +69,7 @@ def check_operands(query: Aval, key: Aval, value: Aval, paged: bool = False) -> 
     (b, _, n, h), (pages, tokens, heads, size) = query.shape, key.shape
     if paged:
         what, form, further = "query and pages", "P, U", " and at least one page"
-        fits = key.shape[1:3] == value.shape[1:3] and 0 not in (pages, tokens, value.shape[0])
+        fits = key.shape[2] == value.shape[2] and 0 not in (pages, tokens, value.shape[0])
     else:
         what, form, further = "query, key and value", "B, S", ""
         fits = pages == b and value.shape[:3] == key.shape[:3]
@@ -291,7 +291,7 @@ def extensions(
         found["seed"] = _seed(dropout_rng)
         found["offset"] = jnp.zeros((1, 1, 1, 2), jnp.uint32)
     if sink is not None:
-        found["sink_token"] = _sink(sink, scores[1], dtype)
+        found["sink_token"] = sink_of(sink, scores[1], dtype)
     if block_mask is not None:
         found["block_mask"] = _tiles(block_mask, scores)
     if alibi and not is_causal:
@@ -339,7 +339,7 @@ def _seed(key: Any) -> jax.Array:
     return key[::-1].reshape(1, 1, 1, 2)
 
 
-def _sink(sink: Any, heads: int, dtype: Any) -> jax.Array:
+def sink_of(sink: Any, heads: int, dtype: Any) -> jax.Array:
     sink = array("sink", sink)
     if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
         raise GraphError(

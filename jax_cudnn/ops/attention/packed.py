@@ -38,6 +38,7 @@ _MOST = 2**31  # elements that 32-bit offsets can address
 _ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # with the padding after the last row
 _EXAMPLES = ("bias", "dropout_mask", "sink_token", "stats")
 """Ports of arrays of rank 4 with a dimension of sequences, or 1."""
+ONE_QUERY = "cuDNN computes a single query of a sequence whatever its length"
 _BY_TOKEN = "ragged_offset_stats"
 
 
@@ -119,7 +120,7 @@ class Packed(Storage):
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
         lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
-        stats = self._stats(inputs, heads)
+        stats = of_statistic(inputs, *self.scores(inputs)[:3])
         check_shapes(inputs, {**lengths, **offsets, "stats": stats})
         check_heads(heads, inputs["k"].shape[1], inputs["v"].shape[1])
         for port in ("q", "k", "v", "o"):
@@ -133,46 +134,28 @@ class Packed(Storage):
                     fix="split the sequences between several calls",
                 )
 
-    def _stats(self, inputs: Mapping[str, Tensor], heads: int) -> Shape:
-        """The shape of the statistic."""
-        if _BY_TOKEN in inputs:
-            return inputs["q"].shape[0], heads, 1
-        return inputs["seq_len_q"].shape[0], heads, self.max_seq_len_q, 1
-
     def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         (t, h, _), (*_, e) = inputs["q"].shape, inputs["v"].shape
-        return (t, h, e), self._stats(inputs, h)
+        return (t, h, e), of_statistic(inputs, *self.scores(inputs)[:3])
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         return (tensors["seq_len_q"].shape[0], tensors["q"].shape[1], *self.limits)
 
     def refused(self, tensors: Tensors) -> Reason | None:
-        if self.max_seq_len_q == 1:
-            return Reason("cuDNN computes a single query of a sequence whatever its length")
-        return None
+        return Reason(ONE_QUERY) if self.max_seq_len_q == 1 else None
 
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         """(tokens, heads, size) as sequences of the maximum length, each from its offset on."""
         if self.indices.offsets.get(port) not in tensors:
             return None
-        limit = self.limits[port in KEYS]
-        batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
-        strides = (limit * heads * size, size, heads * size, 1)
-        return (View(port, (batch, heads, limit, size), strides),)
+        batch, limit = tensors["seq_len_q"].shape[0], self.limits[port in KEYS]
+        return (ragged_view(port, tensors[port].shape, batch, limit),)
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
-        found = dict(given)
-        rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys
-        for port, offset in self.indices.offsets.items():
-            if offset in given and port in tensors:
-                tokens, *token = tensors[port].shape
-                size = math.prod(token)
-                found[offset] = jnp.clip(found[offset] // size, 0, tokens) * size
-                rooms[port in KEYS].append(jnp.diff(found[offset], axis=0) // size)
+        found, rooms = clipped_offsets(self.indices.offsets, tensors, given)
         for port, room, limit in zip(LENGTHS, rooms, self.limits, strict=True):
-            most = jnp.clip(jnp.min(jnp.stack(room), axis=0), 0, limit)
-            found[port] = jnp.clip(given[port], 0, most)
+            found[port] = jnp.clip(given[port], 0, jnp.minimum(room, limit))
         return found
 
     def emit(
@@ -183,15 +166,9 @@ class Packed(Storage):
             totals = "max_total_seq_len_q", "max_total_seq_len_kv"
             common = {**common, **{name: getattr(self, name) for name in totals}}
 
-        def placed(named: Mapping[str, Any]) -> None:
-            for port, x in named.items():
-                offset = tensors.get(self.indices.offsets.get(port, ""))
-                if offset is not None:
-                    x.set_ragged_offset(offset)
-
-        placed(arrays)
+        place_offsets(self.indices.offsets, tensors, arrays)
         made = base.emit(pygraph, arrays, common)
-        placed(dict(zip(base.results, made, strict=True)))
+        place_offsets(self.indices.offsets, tensors, dict(zip(base.results, made, strict=True)))
         return made
 
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +182,7 @@ class Packed(Storage):
         blocks = self._blocks(arrays)
         given = self._padded(arrays, blocks.rows)
         o, total = jax.lax.map(lambda x: block(*x), (blocks.example, blocks.first, blocks.queries))
-        places = _places(arrays)
+        places = token_places(arrays)
         o = _restored(o, *places, blocks, arrays)
         if _BY_TOKEN in arrays:
             return o, _restored(total, *places, blocks, arrays, -jnp.inf)
@@ -233,7 +210,7 @@ class Packed(Storage):
         }
         which = blocks.example, blocks.first, blocks.queries
         totals, each = jax.lax.scan(step, zeros, which)
-        found = {"dQ": _restored(each, *_places(arrays), blocks, arrays)}
+        found = {"dQ": _restored(each, *token_places(arrays), blocks, arrays)}
         for name, port in sums.items():
             found[name] = totals[name][tuple(map(slice, arrays[port].shape))]
         return found
@@ -260,7 +237,7 @@ class Packed(Storage):
                 found[port] = _behind(x, 0, rows, fill)
             elif port in extras.WORDS:
                 found[port] = x
-        starts = {port: _starts(arrays, port) for port in ("q", "k")}
+        starts = {port: begins(arrays, port) for port in ("q", "k")}
         lengths = arrays["seq_len_kv"].reshape(-1).astype(jnp.int32)
         return found | {"starts_q": starts["q"], "starts_kv": starts["k"], "lengths_kv": lengths}
 
@@ -299,15 +276,54 @@ class Packed(Storage):
         return found | {name: x.reshape(1, 1, 1, 1) for name, x in lengths.items()}
 
 
-def _starts(arrays: Arrays, port: str) -> jax.Array:
+def of_statistic(inputs: Mapping[str, Tensor], batch: int, heads: int, queries: int) -> Shape:
+    """The shape of the statistic."""
+    if _BY_TOKEN in inputs:
+        return inputs["q"].shape[0], heads, 1
+    return batch, heads, queries, 1
+
+
+def ragged_view(port: str, shape: Shape, batch: int, limit: int) -> View:
+    """(tokens, heads, size) as sequences of this length, each from its offset on."""
+    _, heads, size = shape
+    return View(port, (batch, heads, limit, size), (limit * heads * size, size, heads * size, 1))
+
+
+def place_offsets(
+    offsets: Mapping[str, str], tensors: Mapping[str, Any], named: Mapping[str, Any]
+) -> None:
+    """Sets the ragged offsets of pygraph's tensors."""
+    for port, x in named.items():
+        if (offset := tensors.get(offsets.get(port, ""))) is not None:
+            x.set_ragged_offset(offset)
+
+
+def clipped_offsets(
+    offsets: Mapping[str, str], tensors: Tensors, given: Arrays
+) -> tuple[dict[str, jax.Array], list[Any]]:
+    """The operands with offsets clipped to their arrays, and how many queries and how many keys
+    of each sequence have room between them; None without offsets."""
+    found = dict(given)
+    rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])
+    for port, offset in offsets.items():
+        if offset in given and port in tensors:
+            tokens, *token = tensors[port].shape
+            size = math.prod(token)
+            found[offset] = jnp.clip(found[offset] // size, 0, tokens) * size
+            rooms[port in KEYS].append(jnp.diff(found[offset], axis=0) // size)
+    least = (jnp.min(jnp.stack(room), axis=0) if room else None for room in rooms)
+    return found, [room if room is None else jnp.maximum(room, 0) for room in least]
+
+
+def begins(arrays: Arrays, port: str) -> jax.Array:
     """The first token of each sequence in the array at a port."""
     _, heads, size = arrays[port].shape
     return arrays[f"ragged_offset_{port}"].reshape(-1)[:-1] // (heads * size)
 
 
-def _places(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def token_places(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """The sequence of each token, and its position in it."""
-    starts = _starts(arrays, "q")
+    starts = begins(arrays, "q")
     token = jnp.arange(arrays["q"].shape[0], dtype=jnp.int32)
     example = jnp.maximum(_up_to(starts, token) - 1, 0)
     return example, token - starts[example]

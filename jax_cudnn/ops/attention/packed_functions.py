@@ -31,7 +31,7 @@ from .nodes import Sdpa
 from .packed import Packed
 from .storage import InOneArray, StoredSdpa
 
-_STATIC = "it is static: each value needs its own plan"
+STATIC = "it is static: each value needs its own plan"
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, extras, *, limits, **attributes):
@@ -133,12 +133,12 @@ def packed_dot_product_attention(
     check_operands(query[None], key[None], value[None])
     query, scale = scaled(query, scale)
     band = band_of(is_causal, local_window_size, bottom_right)
-    queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
-    given = [integer("max_query_length", max_query_length, 1, _STATIC), most[1]]
+    queries, most = starts_of("query_offsets", query_offsets), (query.shape[0], key.shape[0])
+    given = [integer("max_query_length", max_query_length, 1, STATIC), most[1]]
     if key_value_offsets is None:
         keys, given[1] = queries, given[0]
     else:
-        keys = _offsets("key_value_offsets", key_value_offsets)
+        keys = starts_of("key_value_offsets", key_value_offsets)
     if keys.shape != queries.shape:
         raise GraphError(
             "key_value_offsets and query_offsets have different shapes",
@@ -146,7 +146,7 @@ def packed_dot_product_attention(
             got=f"int32{list(keys.shape)}",
         )
     if max_key_value_length is not None:
-        given[1] = integer("max_key_value_length", max_key_value_length, 1, _STATIC)
+        given[1] = integer("max_key_value_length", max_key_value_length, 1, STATIC)
     batch, heads = queries.shape[0] - 1, query.shape[1]
     letters = "B, N, max_query_length, max_key_value_length"
     scores = batch, heads, *given
@@ -169,16 +169,19 @@ def packed_dot_product_attention(
     lengths = {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])}
     if sink is not None:  # cuDNN writes no results for sequences without keys
         lengths["seq_len_q"] = jnp.where(lengths["seq_len_kv"] > 0, lengths["seq_len_q"], 0)
+    (_, n, h), (_, of_values, e) = query.shape, value.shape
+    offsets = in_elements(queries, q=n * h, o=n * e, stats=n)
+    offsets |= in_elements(keys, k=key.shape[1] * h, v=of_values * e)
     out, statistic = chosen(PACKED, options, None, implementation)(
         query, key, value, bias, lengths,
-        _in_elements(queries, keys, query, key, value), extras,
+        offsets, extras,
         limits=limits, dropout_probability=rate,
         **attributes(float(scale), band),
     )  # fmt: skip
     return (out, statistic[..., 0]) if return_residual else out
 
 
-def _offsets(name: str, x: Any) -> jax.Array:
+def starts_of(name: str, x: Any) -> jax.Array:
     meaning = ", the start of each sequence and the end of the last one"
     fix = 'from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")'
     return integers(name, x, ("B + 1",), meaning, fix)
@@ -188,16 +191,12 @@ def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
     return jnp.clip(jnp.diff(offsets), 0, limit).reshape(-1, 1, 1, 1)
 
 
-def _in_elements(
-    queries: jax.Array, keys: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
-) -> dict[str, jax.Array]:
-    """The offsets within each array, counted in elements."""
-    n, h = query.shape[1:]
-    k, e = value.shape[1:]
-    per_token = {"q": n * h, "o": n * e, "stats": n}
-    found = {kind: queries * size for kind, size in per_token.items()}
-    found |= {"k": keys * (k * h), "v": keys * (k * e)}
-    return {f"ragged_offset_{kind}": x.reshape(-1, 1, 1, 1) for kind, x in found.items()}
+def in_elements(starts: jax.Array, **sizes: int) -> dict[str, jax.Array]:
+    """The offsets within arrays of these numbers of elements per token."""
+    return {
+        f"ragged_offset_{kind}": (starts * size).reshape(-1, 1, 1, 1)
+        for kind, size in sizes.items()
+    }
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):

@@ -63,7 +63,6 @@ class Storage:
     """What dropout draws; None without dropout."""
     initial: ClassVar[Mapping[str, float]] = {}
     """What tokens of no sequence hold in the results."""
-    has_bias: ClassVar[bool] = True
 
     def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
         """GraphError if shapes do not fit."""
@@ -221,7 +220,8 @@ class StoredSdpa(HasBias):
         )
 
     def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
-        found = super().engines(tensors, graph) if self.storage.has_bias else Engines()
+        plain = self.storage.name == "paged" and not {"bias", "seed", "sink_token"} & {*tensors}
+        found = Engines() if plain else super().engines(tensors, graph)
         other = self.base.otherwise
         if other is not None:
             other = other._replace(node=dataclasses.replace(self, base=other.node))

@@ -71,18 +71,34 @@ def packed(
     return function, avals, len(avals)
 
 
-def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), **given):
-    """One of four batch elements has no keys, and one has a single key."""
+def in_pages(
+    *, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), values=None, ragged=False,
+    bias=None, sink=False, **given,
+):  # fmt: skip
+    """One of four batch elements has no keys, and one has a single key; ``values`` is the size of
+    pages of values."""
     b = len(ends)
     count = b * per + 3
     pages = (count, k, page, h) if given.get("heads_first") else (count, page, k, h)
     table = np.random.default_rng(0).permutation(count)[: b * per].reshape(b, per)
 
-    def function(*operands, **more):
-        lengths = {"key_value_seq_lengths": ints(*ends)}
-        return paged(*operands, jnp.asarray(table, "int32"), **lengths, **given, **more)
+    others = (*pages[:1], values, *pages[2:]) if values else pages
+    if values:
+        of_values = np.random.default_rng(1).permutation(count)[: b * per * page // values]
+        given["value_page_table"] = jnp.asarray(of_values.reshape(b, -1), "int32")
+    if ragged:
+        given |= {"query_offsets": ints(0, 96, 96, 150, 240), "max_query_length": 96}
+    queries = (300, n, h) if ragged else (b, t, n, h)
+    shapes = [queries, pages, others, *([bias] if bias else [])]
+    avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
 
-    return function, [S(shape, "bfloat16") for shape in ((b, t, n, h), pages, pages)], 3
+    def function(q, k, v, *further, **more):
+        further, named = [*further], {"key_value_seq_lengths": ints(*ends)}
+        named |= {"sink": further.pop()} if sink else {}
+        named |= {"bias": further.pop()} if bias else {}
+        return paged(q, k, v, jnp.asarray(table, "int32"), **named, **given, **more)
+
+    return function, avals, len(avals)
 
 
 def of_score(f):
@@ -128,6 +144,11 @@ TABLE = {
     "pages, decode": in_pages(**CAUSAL),
     "pages, prefill": in_pages(t=96, heads_first=True, **WINDOW),
     "small pages": in_pages(t=4, page=16, per=20, k=1, **CAUSAL),
+    "pages, sink": in_pages(t=96, sink=True, **CAUSAL),
+    "pages, one query and a sink": in_pages(sink=True, **CAUSAL),
+    "pages, bias": in_pages(t=96, bias=(1, 8, 96, 320)),
+    "pages, packed queries": in_pages(ragged=True, sink=True, bias=(4, 8, 96, 320)),
+    "pages of two sizes": in_pages(per=10, page=32, values=64, **CAUSAL),
     "fp8": dense(attend=fp8, n=8, k=2, h=128, **CAUSAL),
     "fp8, lengths": dense(attend=fp8, t=128, s=384, h=128, lengths=([125, 9], [251, 381])),
     "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),

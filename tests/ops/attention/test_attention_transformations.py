@@ -61,8 +61,8 @@ TABLES = np.array([[[3, 1]], [[0, 4]], [[2, 2]]], "int32")
 LENGTHS = np.array([[7], [2], [0]], "int32")
 
 
-def paged(q, k, v, table=TABLES[0], lengths=LENGTHS[0]):
-    given = {"page_table": jnp.asarray(table), "key_value_seq_lengths": jnp.asarray(lengths)}
+def paged(q, k, v, table=TABLES[0], lengths=LENGTHS[0], **given):
+    given |= {"page_table": jnp.asarray(table), "key_value_seq_lengths": jnp.asarray(lengths)}
     return jc.ops.paged_dot_product_attention(q, k, v, **given, is_causal=True)
 
 
@@ -99,6 +99,10 @@ VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of e
         [*FEW, np.arange(6).reshape(3, 2)], (0, None, None, 0), 40,
     ),
     "pages": (paged, [*PAGES, TABLES, LENGTHS], (0, None, None, 0, 0), 3),
+    "pages, bias, sink": (
+        lambda *x: paged(*x[:3], bias=x[3], sink=jnp.ones(2)),
+        [*PAGES, (1, 2, 2, 8)], (0, None, None, 0), 3,
+    ),
     "score_mod": (modified, [*HEADS, (1, 4, 1, 1)], (0, 0, 0, None), 3),
     "score_mod, bias": (
         lambda q, k, v, x: ours(q, k, v, x, score_mod=lambda s, *_: jnp.tanh(s)),
