@@ -65,19 +65,20 @@ def by_token(x: jax.Array, heads_first: bool) -> Aval:
 
 def check_operands(query: Aval, key: Aval, value: Aval, paged: bool = False) -> None:
     """GraphError or GraphTypeError unless the operands are (B, T, N, H), (B, S, K, H) and
-    (B, S, K, E), or with ``paged`` (B, T, N, H), (P, U, K, H) and (P, U, K, E)."""
+    (B, S, V, E), or with ``paged`` (B, T, N, H), (P, U, K, H) and (P, U, V, E)."""
     (b, _, n, h), (pages, tokens, heads, size) = query.shape, key.shape
     if paged:
         what, form, further = "query and pages", "P, U", " and at least one page"
-        fits = key.shape[2] == value.shape[2] and 0 not in (pages, tokens, value.shape[0])
+        fits = 0 not in (pages, tokens, value.shape[0])
     else:
         what, form, further = "query, key and value", "B, S", ""
-        fits = pages == b and value.shape[:3] == key.shape[:3]
-    if not fits or size != h or heads == 0 or n % heads:
+        fits = pages == b and value.shape[:2] == key.shape[:2]
+    of_values = value.shape[2]
+    if not fits or size != h or 0 in (heads, of_values) or n % heads or n % of_values:
         raise GraphError(
             f"{what} do not fit together",
-            expected=f"(B, T, N, H), ({form}, K, H) and ({form}, K, E), with N a multiple of K"
-            f"{further}",
+            expected=f"(B, T, N, H), ({form}, K, H) and ({form}, V, E), with N a multiple of K and "
+            f"of V{further}",
             got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
             fix="set heads_first=True for pages (P, K, U, H), and False for (P, U, K, H)"
             if paged

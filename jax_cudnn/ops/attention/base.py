@@ -90,10 +90,10 @@ def _bound(name: str, value: Any, least: int) -> int | None:
 
 def check_heads(q: int, k: int, v: int) -> None:
     """GraphError if these numbers of heads do not fit together."""
-    if k == 0 or q % k or v != k:
+    if 0 in (k, v) or q % k or q % v:
         raise GraphError(
             "the numbers of heads do not fit",
-            expected="as many heads of v as of k, and a multiple of that of q",
+            expected="numbers of heads of k and of v that divide that of q",
             got=f"q has {q} heads, k {k}, v {v}",
         )
 

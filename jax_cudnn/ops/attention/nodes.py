@@ -52,7 +52,7 @@ class SdpaBackward(Deterministic, SdpaBase):
     Args:
         q: (B, H, Sq, D).
         k: (B, N, Skv, D).
-        v: (B, N, Skv, E).
+        v: (B, M, Skv, E); M may differ from N, and divides H.
         o: O from ``sdpa``, (B, H, Sq, E).
         dO: the gradient with respect to O.
         stats: Stats from ``sdpa``, (B, H, Sq, 1) in float32.
@@ -76,10 +76,10 @@ class SdpaBackward(Deterministic, SdpaBase):
 
     method = "sdpa_backward"
     ports = Dims.parse(
-        "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
+        "q: b h s d, k: b n t d, v: b c t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
         "?seq_len_q: *i, ?seq_len_kv: *j, ?seed: *w, ?offset: *x, ?dropout_mask: *y, "
         "?sink_token: *z, ?block_mask: *a, ?*score_mod_operands: *s "
-        "-> dQ: b h s d, dK: b n t d, dV: b n t e, dBias: *m, dSink_token: *z"
+        "-> dQ: b h s d, dK: b n t d, dV: b c t e, dBias: *m, dSink_token: *z"
     )
     examples = (
         Example(
@@ -198,7 +198,7 @@ class Sdpa(SdpaBase):
     Args:
         q: (B, H, Sq, D).
         k: (B, N, Skv, D); each head serves H / N consecutive heads of q.
-        v: (B, N, Skv, E).
+        v: (B, M, Skv, E); M may differ from N, and divides H.
         bias: added to the scaled scores, (B, H, Sq, Skv) or 1 in any dimension; optional.
         seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional.
         seq_len_kv: the number of keys; requires seq_len_q. If it is 0, cuDNN leaves the results of
@@ -239,7 +239,7 @@ class Sdpa(SdpaBase):
 
     method = "sdpa"
     ports = Dims.parse(
-        "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
+        "q: b h s d, k: b n t d, v: b c t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
         "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
         "?*score_mod_operands: *s -> O: b h s e, Stats: *l, RNG_DUMP: *r"
     )

@@ -88,13 +88,13 @@ class Packed(Storage):
 
     name = "packed"
     forward = (
-        f"q: t h d, k: s n d, v: s n e, ?bias: *m, {_PORTS}, {extras.PORTS} "
+        f"q: t h d, k: s n d, v: s c e, ?bias: *m, {_PORTS}, {extras.PORTS} "
         "-> O: t h e, Stats: *l, RNG_DUMP: *r"
     )
     backward = (
-        "q: t h d, k: s n d, v: s n e, o: t h e, dO: t h e, stats: *l, ?bias: *m, "
+        "q: t h d, k: s n d, v: s c e, o: t h e, dO: t h e, stats: *l, ?bias: *m, "
         f"{_PORTS}, {extras.PORTS} "
-        "-> dQ: t h d, dK: s n d, dV: s n e, dBias: *m, dSink_token: *sink_token"
+        "-> dQ: t h d, dK: s n d, dV: s c e, dBias: *m, dSink_token: *sink_token"
     )
     about = Storage.about._replace(
         requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for "

@@ -79,7 +79,7 @@ def packed_dot_product_attention(
     Args:
         query: (T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
         key: (S, K, H), of query's dtype. Each key head serves N / K consecutive query heads.
-        value: (S, K, E), of query's dtype. E may differ from H.
+        value: (S, V, E), of query's dtype. E may differ from H, and V from K.
         bias: added to the scaled scores, indexed by position in a sequence; broadcast to (B, N,
             max_query_length, max_key_value_length) and rounded to query's dtype. Differentiable.
         query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and

@@ -131,7 +131,7 @@ class Paged(Storage):
         return (*self._queries(tensors), most)
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
-        return self._of("k", tensors)[0]
+        return min(self._of(port, tensors)[0] for port in ("k", "v"))
 
     def refused(self, tensors: Tensors) -> Reason | None:
         return Reason(ONE_QUERY) if self.max_seq_len_q == 1 else None

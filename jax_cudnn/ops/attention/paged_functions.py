@@ -79,8 +79,8 @@ def paged_dot_product_attention(
             ``query_offsets`` (T, N, H), the queries of all batch elements.
         key_pages: (P, U, K, H), of query's dtype. Each key head serves N / K consecutive query
             heads.
-        value_pages: (P, U, K, E), of query's dtype; with ``value_page_table`` P and U may differ
-            from those of the keys.
+        value_pages: (P, U, V, E), of query's dtype; V may differ from K, and with
+            ``value_page_table`` P and U from those of the keys.
         page_table: (B, n) in int32, indices in [0, P). Entries after a sequence's length may be
             anything. Indices are clipped to this range, so no other memory is read.
         key_value_seq_lengths: (B,) in int32, the number of keys of each batch element, at most

@@ -91,7 +91,7 @@ class Attention:
         """O and the log-sum-exp of each row, from q, k, v and the optional operands (bias,
         seq_len_q, seq_len_kv, ...); ``first`` is the position of each batch element's first query,
         by default 0."""
-        arrays = within_lengths(arrays, arrays)
+        arrays = _alike(within_lengths(arrays, arrays))
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
             return self._of_rows(rows, arrays, first)
@@ -120,7 +120,7 @@ class Attention:
         """The gradients of q, k, v and bias, by port, from the same operands, O, its gradient dO
         and the statistic. q, k and dO may be rounded differently for products over tokens (q_T, k_T
         and dO_T), and O and dO for their product (o_f16 and dO_f16)."""
-        arrays = within_lengths(arrays, arrays)
+        given, arrays = arrays, _alike(within_lengths(arrays, arrays))
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
@@ -155,6 +155,10 @@ class Attention:
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
         found = within_lengths({**each, **summed}, arrays)
         found["dQ"] = _heads(found["dQ"])
+        for name, port in (("dK", "k"), ("dV", "v")):
+            (b, heads), more = given[port].shape[:2], k.shape[1] // given[port].shape[1]
+            if more > 1:
+                found[name] = found[name].reshape(b, heads, more, *k.shape[2:3], -1).sum(2)
         if bias is not None:
             found["dBias"] = found["dBias"].reshape(bias.shape)
         if "sink_token" in arrays:
@@ -289,6 +293,16 @@ def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
                 there = jnp.arange(x.shape[2])[:, None] + first < lengths[port]
                 found[name] = jnp.where(there, x, -jnp.inf if name == "stats" else 0)
     return found
+
+
+def _alike(arrays: Arrays) -> Arrays:
+    """The arrays with as many heads of v as of k, each repeated."""
+    k, v = (arrays[port].shape[1] for port in ("k", "v"))
+    if k == v:
+        return arrays
+    own = {port: arrays[port] for port in ("k", "k_T", "v") if port in arrays}
+    count = math.lcm(k, v)
+    return {**arrays, **{p: jnp.repeat(x, count // x.shape[1], 1) for p, x in own.items()}}
 
 
 def _length(given: jax.Array | None, whole: int) -> Any:

@@ -77,7 +77,7 @@ class Storage:
         raise NotImplementedError
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
-        return tensors["k"].shape[1]
+        return min(tensors[port].shape[1] for port in ("k", "v"))
 
     def flops(self, band: Any, tensors: Tensors) -> int | None:
         """As in :class:`Work`; None if the results' sizes are the best estimate."""

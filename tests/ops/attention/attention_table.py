@@ -18,11 +18,11 @@ def ints(*values):
 
 
 def dense(
-    *, attend=ours, b=2, t=256, s=256, n=4, k=4, h=64, e=None, bias=None, sink=False, operands=(),
-    lengths=(), **given,
+    *, attend=ours, b=2, t=256, s=256, n=4, k=4, v=None, h=64, e=None, bias=None, sink=False,
+    operands=(), lengths=(), **given,
 ):  # fmt: skip
     """A function of arrays, their avals, and how many of them are differentiated."""
-    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, e or h), *([bias] if bias else [])]
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, v or k, e or h), *([bias] if bias else [])]
     avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
     count = len(avals) if "score_mod" not in given else 3
     avals += [S(shape, dtype) for shape, dtype in operands]
@@ -123,6 +123,7 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_rng": KEY}
 HEADS, ROWS = ((1, 4, 1, 1), "float32"), ((2, 1, 256, 1), "int32")
 TABLE = {
     "grouped heads": dense(n=8, k=2, **CAUSAL),
+    "heads of keys, of values": dense(n=8, k=2, v=4, **CAUSAL),
     "odd lengths": dense(t=100, s=77, h=32),
     "from the last": dense(t=128, h=128, **LAST),
     "window, lengths": dense(lengths=SHORT, **WINDOW),

@@ -103,6 +103,16 @@ def test_dropout_and_sinks_are_those_of_dense_arrays(name, normal):
         np.testing.assert_allclose(a, b, atol=2e-4 * max(1, np.abs(b).max()))
 
 
+@pytest.mark.usefixtures("blocks")
+def test_keys_and_values_of_different_heads(normal):
+    queries = offsets(0, 13, 31)
+    operands, along = [*qkv(normal)[:2], normal((40, 4, 6))], (normal((40, 4, 6)), normal((40, 4)))
+    exact = functools.partial(attentions._packed, **offered(queries))
+    results = (outcome(f, operands, *along) for f in (packed(queries), exact))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_a_sequence_without_keys_does_not_see_its_sink(normal):
     """cuDNN writes no results for it."""
     q, k, v = qkv(normal)

@@ -68,7 +68,7 @@ FURTHER = {  # queries, further operands, options
     "bias": (5, ["bias"], {"query_seq_lengths": jnp.array([2, 5, 0], "int32")}),
     "ragged": (6, [], {**RAGGED, **CAUSAL}),
     "all": (6, ["bias", "sink"], {**RAGGED, "local_window_size": (7, 2), "value_page_table": WIDE}),
-    "pages of values": (5, [], {**CAUSAL, "value_page_table": WIDE}),
+    "pages and heads of values": (5, [], {**CAUSAL, "value_page_table": WIDE}),
 }
 
 
@@ -79,7 +79,7 @@ def test_biases_sinks_packed_queries_and_pages_of_another_size(name, normal):
     tokens = 11 if "query_offsets" in given else None
     *operands, table = cache(normal, t=count, e=6, tokens=tokens)
     if "value_page_table" in given:
-        operands[2] = normal((10, 8, 2, 6))
+        operands[2] = normal((10, 8, 4 if "heads" in name else 2, 6))
     shapes = {"bias": (3 if tokens else 1, 4, count, 24), "sink": (4,)}
     operands += [normal(shapes[name]) for name in more]
     lengths = jnp.array([24, 9, 0] if not tokens else [24, 9, 5], "int32")
