@@ -7,7 +7,7 @@ arrays' bounds: with wrong ones a plan would access memory outside of the arrays
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,21 +162,27 @@ _PACKED = ("sdpa", "sdpa_backward")
 _TOKENS_FIRST = (0, 2, 1, 3)
 
 
-def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> StoredSdpa:
-    """The node of paged attention; raises GraphError for a port that it does not have."""
-    if further := {*ports} - {"q", "k", "v", *IN_MEMORY}:
+def paged_node(
+    attributes: Mapping[str, Any], operands: Mapping[str, Any], most: int | None
+) -> StoredSdpa:
+    """The node of paged attention with ``most`` keys; raises GraphError for a port that it does not
+    have."""
+    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *_BY_EXAMPLE}:
         raise GraphError(
             f"paged attention does not support {', '.join(sorted(further))}",
-            expected="q, k, v, both page tables, and both sequence lengths",
+            expected="q, k, v, page tables, both sequence lengths, bias, dropout and sink_token",
             fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
-    frontend = {port: name for name, port in PAGES.items()}
-    if missing := [frontend.get(port, port) for port in IN_MEMORY if port not in ports]:
+    if missing := [port for port in LENGTHS if port not in operands]:
         raise GraphError(
             f"paged attention lacks {', '.join(missing)}",
-            fix="pass both page tables, seq_len_q and seq_len_kv",
+            fix="pass the page tables, seq_len_q and seq_len_kv",
         )
-    return StoredSdpa(Sdpa.create(**attributes), Paged(True, queries_heads_first=True))
+    storage = Paged(True, queries_heads_first=True)
+    if {"bias", "seed"} & {*operands}:  # of this number of keys
+        whole = storage.scores(operands)[3]
+        storage = replace(storage, max_seq_len_kv=min(most or whole, whole))
+    return StoredSdpa(Sdpa.create(**attributes), storage)
 
 
 def packed(
@@ -211,6 +217,10 @@ def _refusal(summary: str, expected: str, got: str | None = None) -> Exception:
     return refusal(summary, expected=expected, got=got, fix=fix)
 
 
+def _is_paged(node: Node) -> bool:
+    return isinstance(node, StoredSdpa) and isinstance(node.storage, Paged)
+
+
 def _ports(
     spec: GraphSpec, call: Call, offsets: Mapping[str, str]
 ) -> tuple[dict[str, str], Collection[str]]:
@@ -218,15 +228,16 @@ def _ports(
     packed arrays; raises GraphError for what it does not support."""
     ports = dict((*call.inputs, *call.outputs))
     read = {*spec.outputs, *(name for c in spec.calls for _, name in c.inputs), *offsets}
-    known = call.node.method in _PACKED
+    paged = _is_paged(call.node)
+    known = paged or call.node.method in _PACKED
     if known and ports.get("Stats") not in read:
         if "Stats" not in call.node.without(["Stats"]).results:
             ports.pop("Stats", None)
-    wrong = ports.keys() - {*_KINDS, *_BY_EXAMPLE}
+    wrong = ports.keys() - {*_KINDS, *_BY_EXAMPLE, *(PAGES.values() if paged else ())}
     if wrong or not known:
         named = ", ".join(sorted(wrong)) if known else "ragged offsets"
         raise _refusal(f"{call.name} does not support {named}", "sdpa or sdpa_backward")
-    ragged = {port: name for port, name in ports.items() if port in _KINDS}
+    ragged = {port: x for port, x in ports.items() if port in (QUERIES if paged else _KINDS)}
     for port in _STATISTICS:  # (B, H, S, 1) without offsets
         if ragged.get(port) not in offsets:
             ragged.pop(port, None)
@@ -272,7 +283,11 @@ def _packed_calls(
     batch = spec.tensor(ports["q"]).shape[0]
     limits = tuple(spec.tensor(ports[port]).shape[2] for port in ("q", "k"))
     base: Any = call.node if "Stats" in ports else call.node.without(["Stats"])
-    node = StoredSdpa(base, Packed(*limits, *(batch * limit for limit in limits)))
+    if _is_paged(base):
+        packed = replace(base.storage, queries_heads_first=False, max_seq_len_q=limits[0])
+        node = replace(base, storage=packed)
+    else:
+        node = StoredSdpa(base, Packed(*limits, *(batch * limit for limit in limits)))
     inputs |= at
     node.infer({port: tensors[name] for port, name in inputs.items()})  # raises
     made = Call(node, call.name, tuple(inputs.items()), tuple(outputs.items()))

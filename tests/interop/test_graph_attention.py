@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformations import graphs_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import boundary
@@ -301,6 +302,92 @@ def test_pages_are_those_of_ops():
         np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, rtol=1e-5, atol=1e-6)
         beyond = graph({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
         assert jnp.isfinite(beyond).all()
+
+
+MORE = {  # the bias's keys, dropout and a sink, offsets of queries, an array of values
+    "dropout and sinks": (None, True, False, False),
+    "bias": (14, False, False, False),
+    "queries with offsets": (None, False, True, False),
+    "all": (14, True, True, False),
+    "values without pages": (None, False, False, True),
+}
+
+
+def write_more(g, kind, of_integers, word, name):
+    keys, drop, ragged, whole = MORE[name]
+    q, begins = declared(g, "q", H, kind, of_integers)
+    more = drops(g, kind, word) if drop else {}
+    if not ragged:
+        q.set_ragged_offset(None)
+    shape = {"dim": [P, N, U, D], "stride": [N * U * D, U * D, D, 1], "data_type": kind}
+    k = g.tensor(name="k", **shape)
+    if whole:
+        shape |= {"dim": [B, N, S, D], "stride": [N * S * D, S * D, D, 1]}
+    v = g.tensor(name="v", **shape)
+    tables = {"paged_attention_k_table": "tk"} | (
+        {} if whole else {"paged_attention_v_table": "tv"}
+    )
+    more |= {port: integers(g, n, B, 1, PAGES, kind=of_integers) for port, n in tables.items()}
+    if keys:
+        dim, stride = [1, H, S, keys], [H * S * keys, S * keys, keys, 1]
+        more["bias"] = g.tensor(name="bias", dim=dim, stride=stride, data_type=kind)
+    o, _ = g.sdpa(
+        q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
+        seq_len_q=integers(g, "lq", B, kind=of_integers),
+        seq_len_kv=integers(g, "lk", B, kind=of_integers),
+        paged_attention_max_seq_len_kv=keys or PAGES * U, **more, name="more",
+    )  # fmt: skip
+    o.set_output(True).set_data_type(kind).set_dim([B, H, S, D]).set_stride(strides(H, D))
+    if ragged:
+        o.set_ragged_offset(begins)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", MORE)
+def test_further_operands_of_pages_are_those_of_arrays(name):
+    keys, drop, ragged, whole = MORE[name]
+    kinds = frontend.load().data_type
+    x = pages(S)
+    k, v = (jnp.moveaxis(x[n][TABLE], 2, 1).reshape(B, N, PAGES * U, D) for n in "kv")
+    values = v if whole else x["v"]
+    queries = LENGTHS.reshape(-1, 1, 1, 1)
+    q = as_cudnn(tokens(H))
+    given = {**x, **DROPPED, "q": q, "v": values, "lq": queries, "q begins": offsets(H * D)}
+    given["bias"] = jax.random.normal(KEY, (1, H, S, keys or 1))
+    exact = {"bias": given["bias"]} if keys else {}
+    if drop:
+        exact |= {**DROPS, "sink": DROPPED["sink"].reshape(H)}
+    if ragged:
+        at = jnp.minimum(BEGINS[:-1, None] + jnp.arange(S), B * S - 1)
+        q = jnp.swapaxes(tokens(H)[at], 1, 2)
+    most = keys or PAGES * U
+    want = jc.ops.dot_product_attention(
+        q, k[:, :, :most], v[:, :, :most], **exact, scale=0.3, heads_first=True,
+        query_seq_lengths=LENGTHS, key_value_seq_lengths=jnp.minimum(KEYS, most),
+    )  # fmt: skip
+    with jc.Graph() as graph:
+        write_more(graph, "float32", "int32", "int64", name)
+    for g in (graph, carried_over(write_more, kinds.INT64, name)):
+        got = g(of(g, given))["more::O"]
+        if ragged:
+            got = as_tokens(got)
+            assert not got[BEGINS[-1] :].any()
+            pairs = [(got[BEGINS[i] : BEGINS[i + 1]], want[i, :, :n].swapaxes(0, 1))
+                     for i, n in enumerate(LENGTHS)]  # fmt: skip
+        else:
+            pairs = [(got, want)]
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_dropout_over_pages_reads_the_mask_of_the_forward():
+    """XLA would draw another one than cuDNN."""
+    with jc.Graph() as g:
+        write_more(g, "float32", "int32", "int64", "dropout and sinks")
+    given = of(g, {**pages(S), **DROPPED, "lq": LENGTHS.reshape(-1, 1, 1, 1)})
+    *_, spec = graphs_of(jax.grad(lambda q: g({**given, "q": q})["more::O"].sum()), given["q"])
+    drawn, back = spec.calls
+    assert dict(back.inputs)["dropout_mask"] == dict(drawn.outputs)["RNG_DUMP"]
 
 
 def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError
+from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import (
@@ -262,14 +263,14 @@ class StoredSdpa(HasBias):
         known = "Stats" in outputs and bool(self.storage.backward) and not self.is_backward
         # XLA adds up the gradient of sinks by tokens.
         if not known or ("sink_token" in tangents and outputs["Stats"].ndim != inputs["q"].ndim):
-            return super().jvp(g, tangents, inputs, outputs)
+            return by_reference.jvp(self, g, tangents, inputs, outputs)
         return tangents_of(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
         inputs = with_mask(self.base, g, inputs, self)
-        return super().transpose(g, cotangents, inputs, tensors)
+        return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return self.storage.folds(batched, size, tensors)
