@@ -7,7 +7,7 @@ arrays' bounds: with wrong ones a plan would access memory outside of the arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.tensor import GraphTensor
 from .._core.transforms.derivation import vocabulary
 from ..ops.attention.base import LENGTHS
+from ..ops.attention.extras import WORDS
 from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, Packed
 from ..ops.attention.paged import Paged
@@ -155,28 +156,37 @@ def _check_scale(method: str, given: dict[str, Any]) -> None:
 # -- pages and packed tokens --------------------------------------------------------------------
 
 _KINDS = {**QUERIES, **KEYS}
+_BY_EXAMPLE = (*LENGTHS, "bias", "dBias", "sink_token", "dSink_token", *WORDS, "dropout_mask",
+               "RNG_DUMP")  # fmt: skip
+_STATISTICS = ("Stats", "stats")
 _PACKED = ("sdpa", "sdpa_backward")
 _TOKENS_FIRST = (0, 2, 1, 3)
 
 
-def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> StoredSdpa:
-    """The node of paged attention; raises GraphError for a port that it does not have."""
-    if further := {*ports} - {"q", "k", "v", *IN_MEMORY}:
+def paged_node(
+    attributes: Mapping[str, Any], operands: Mapping[str, Any], most: int | None
+) -> StoredSdpa:
+    """The node of paged attention with ``most`` keys; raises GraphError for a port that it does not
+    have."""
+    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *_BY_EXAMPLE}:
         raise GraphError(
             f"paged attention does not support {', '.join(sorted(further))}",
-            expected="q, k, v, both page tables, and both sequence lengths",
+            expected="q, k, v, page tables, both sequence lengths, bias, dropout and sink_token",
             fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
     node = Sdpa.create(**attributes)
-    if further := {*node.results} - {"O", "Stats"}:
+    if further := {*node.results} - {"O", "Stats", "RNG_DUMP"}:
         raise GraphError(f"paged attention does not compute {', '.join(sorted(further))}")
-    frontend = {port: name for name, port in PAGES.items()}
-    if missing := [frontend.get(port, port) for port in IN_MEMORY if port not in ports]:
+    if missing := [port for port in LENGTHS if port not in operands]:
         raise GraphError(
             f"paged attention lacks {', '.join(missing)}",
-            fix="pass both page tables, seq_len_q and seq_len_kv",
+            fix="pass the page tables, seq_len_q and seq_len_kv",
         )
-    return StoredSdpa(node, Paged(True, queries_heads_first=True))
+    storage = Paged(True, queries_heads_first=True)
+    if {"bias", "seed"} & {*operands}:  # of this number of keys
+        whole = storage.scores(operands)[3]
+        storage = replace(storage, max_seq_len_kv=min(most or whole, whole))
+    return StoredSdpa(node, storage)
 
 
 def packed(
@@ -195,10 +205,10 @@ def packed(
         if not names & offsets.keys():
             calls.append(call)
             continue
-        ports = _ports(spec, call, offsets)
+        ports, ragged = _ports(spec, call, offsets)
         used = [offsets[name] for name in ports.values() if name in offsets]
         tensors |= {name: known[name] for name in used}
-        calls += _packed_calls(spec, call, ports, offsets, tensors)
+        calls += _packed_calls(spec, call, ports, ragged, offsets, tensors)
     names = {name for call in calls for _, name in (*call.inputs, *call.outputs)}
     made = {name for call in calls for _, name in call.outputs}
     inputs = tuple(name for name in order if name in names and name not in made)
@@ -211,19 +221,30 @@ def _refusal(summary: str, expected: str, got: str | None = None) -> Exception:
     return refusal(summary, expected=expected, got=got, fix=fix)
 
 
-def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str, str]:
-    """The tensors at the ports of packed attention, without unused statistics; raises GraphError
-    for what it does not support."""
+def _is_paged(node: Node) -> bool:
+    return isinstance(node, StoredSdpa) and isinstance(node.storage, Paged)
+
+
+def _ports(
+    spec: GraphSpec, call: Call, offsets: Mapping[str, str]
+) -> tuple[dict[str, str], Collection[str]]:
+    """The tensors at the ports of packed attention, without unused statistics, and the ports of
+    packed arrays; raises GraphError for what it does not support."""
     ports = dict((*call.inputs, *call.outputs))
     read = {*spec.outputs, *(name for c in spec.calls for _, name in c.inputs), *offsets}
-    if ports.get("Stats") not in read:
-        ports.pop("Stats", None)
-    known = call.node.method in _PACKED
-    wrong = ports.keys() - {*_KINDS, *LENGTHS, "bias", "dBias"}
+    paged = _is_paged(call.node)
+    known = paged or call.node.method in _PACKED
+    if known and ports.get("Stats") not in read:
+        if "Stats" not in call.node.without(["Stats"]).results:
+            ports.pop("Stats", None)
+    wrong = ports.keys() - {*_KINDS, *_BY_EXAMPLE, *(PAGES.values() if paged else ())}
     if wrong or not known:
         named = ", ".join(sorted(wrong)) if known else "ragged offsets"
         raise _refusal(f"{call.name} does not support {named}", "sdpa or sdpa_backward")
-    ragged = {port: name for port, name in ports.items() if port in _KINDS}
+    ragged = {port: x for port, x in ports.items() if port in (QUERIES if paged else _KINDS)}
+    for port in _STATISTICS:  # (B, H, S, 1) without offsets
+        if ragged.get(port) not in offsets:
+            ragged.pop(port, None)
     if bare := [name for name in ragged.values() if name not in offsets]:
         summary = f"{call.name}: some tensors have no ragged offset"
         expected = f"a ragged offset for each of {', '.join(ragged)}"
@@ -240,13 +261,14 @@ def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str,
                 "strides of (B, H, S, D) as [S*H*D, D, H*D, 1]",
                 got=f"{tensor} with dimensions in the order {order}",
             )
-    return ports
+    return ports, ragged
 
 
 def _packed_calls(
     spec: GraphSpec,
     call: Call,
     ports: Mapping[str, str],
+    ragged: Collection[str],
     offsets: Mapping[str, str],
     tensors: dict[str, Tensor],
 ) -> list[Call]:
@@ -254,7 +276,7 @@ def _packed_calls(
     inputs, outputs, at, moves = dict(call.inputs), {}, {}, {}
     for port, name in ports.items():
         back, moved = port not in inputs, name
-        if port in _KINDS:
+        if port in ragged:
             moved, kind = f"{name}::packed", f"ragged_offset_{_KINDS[port]}"
             if at.setdefault(kind, offsets[name]) != offsets[name]:
                 summary = f"{call.name}: {port} and its counterpart have different offsets"
@@ -265,7 +287,11 @@ def _packed_calls(
     batch = spec.tensor(ports["q"]).shape[0]
     limits = tuple(spec.tensor(ports[port]).shape[2] for port in ("q", "k"))
     base: Any = call.node if "Stats" in ports else call.node.without(["Stats"])
-    node = StoredSdpa(base, Packed(*limits, *(batch * limit for limit in limits)))
+    if _is_paged(base):
+        packed = replace(base.storage, queries_heads_first=False, max_seq_len_q=limits[0])
+        node = replace(base, storage=packed)
+    else:
+        node = StoredSdpa(base, Packed(*limits, *(batch * limit for limit in limits)))
     inputs |= at
     node.infer({port: tensors[name] for port, name in inputs.items()})  # raises
     made = Call(node, call.name, tuple(inputs.items()), tuple(outputs.items()))

@@ -200,6 +200,7 @@ class Recorder(GraphBuilder):
             raise refusal(f"two nodes are called {node!r}", fix=fix)
         paged = {*PAGES} & {*kwargs} if method == "sdpa" else ()
         tables = {PAGES[name]: kwargs.pop(name) for name in paged}
+        most = kwargs.get("paged_attention_max_seq_len_kv")
         kwargs = spelled(method, kwargs)
         compute = kwargs.get("compute_data_type")
         if compute is not None:
@@ -214,13 +215,15 @@ class Recorder(GraphBuilder):
             if name in ports and name in given:
                 given[name] = self._operand(given[name], node, name, position)
         if any(table is not None for table in tables.values()):
-            self._apply_to_pages(node, given, tables)
+            self._apply_to_pages(node, given, tables, most)
         else:
             super()._apply(method, *bound.args, **bound.kwargs)
         self._nodes[node] = len(self._calls) - 1
         return self._results(node, self._calls[-1])
 
-    def _apply_to_pages(self, node: str, given: dict[str, Any], tables: dict[str, Any]) -> None:
+    def _apply_to_pages(
+        self, node: str, given: dict[str, Any], tables: dict[str, Any], most: int | None
+    ) -> None:
         """Adds attention with paged keys and values."""
         ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
         attributes = {name: x for name, x in given.items() if name not in ports}
@@ -230,7 +233,7 @@ class Recorder(GraphBuilder):
             if tables.get(port) is not None:
                 operands[port] = self._operand(tables[port], node, name, len(given))
         try:
-            self._call(paged_node(attributes, operands), operands, "float32")
+            self._call(paged_node(attributes, operands, most), operands, "float32")
         except JaxCudnnError as error:
             error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
             raise

@@ -192,17 +192,20 @@ def test_dropout_is_that_of_the_unsharded_program(spec, types):
     assert ("model" in spec) == bool(moved(compiled)["all-gather"])  # of the heads
 
 
-def test_heads_of_packed_attention_stay_sharded():
+@pytest.mark.parametrize("drops", [False, True])
+def test_heads_of_packed_attention_stay_sharded(drops):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     offsets = jnp.array([0, 10, 32], "int32")  # in tokens; a graph's count elements of all heads
+    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1)}
+    more = dropout if drops else {"sink": jnp.ones(8)}
     run = step(lambda *xs: jc.ops.packed_dot_product_attention(
-        *xs, query_offsets=offsets, max_query_length=32, is_causal=True), 3)  # fmt: skip
+        *xs, query_offsets=offsets, max_query_length=32, is_causal=True, **more), 3)  # fmt: skip
     values = [jax.random.normal(jax.random.key(i), (32, n, 8)) for i, n in enumerate((8, 4, 4))]
     arrays = [jax.device_put(x, NamedSharding(mesh, P(None, "model"))) for x in values]
     compiled = run.lower(*arrays).compile()
     for got, want in zip(*map(jax.tree.leaves, (compiled(*arrays), run(*values))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-    assert moved(compiled)["all-gather"] == 0
+    assert bool(moved(compiled)["all-gather"]) == drops  # a mask is one of all heads
 
 
 def test_weights_are_gathered_once_for_a_step():

@@ -194,9 +194,9 @@ def _attention(*features: str) -> Any:
 def _packed(
     query: Any, key: Any, value: Any, bias: Any = None, *, query_offsets: Any,
     max_query_length: int, key_value_offsets: Any = None, max_key_value_length: Any = None,
-    **options: Any,
+    keep: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """One sequence after the other."""
+    """One sequence after the other; ``keep`` is that of all, padded."""
     of_keys = query_offsets if key_value_offsets is None else key_value_offsets
     out = jnp.zeros((*query.shape[:2], value.shape[2]), query.dtype)
     residual = jnp.full(query.shape[:2], -jnp.inf, query.dtype)
@@ -206,7 +206,10 @@ def _packed(
         if not len(q) or not len(k):
             continue
         own = None if bias is None else bias[min(i, len(bias) - 1), :, : len(q), : len(k)][None]
-        found = attention(q[None], k[None], v[None], own, **options, return_residual=True)
+        kept = None if keep is None else keep[i : i + 1, :, : len(q), : len(k)]
+        found = attention(
+            q[None], k[None], v[None], own, keep=kept, **options, return_residual=True
+        )
         out, residual = out.at[rows].set(found[0][0]), residual.at[rows].set(found[1][0])
     return out, residual
 
@@ -230,13 +233,15 @@ def packed(draw: Draw) -> Entry:
     operands = {name: draw.floats(*x) for name, x in shapes.items()}
     of = draw.of((count, n), (1, n))
     operands |= draw.some(0.3, bias=draw.floats(*of, *longest))
+    operands |= draw.some(0.2, sink=draw.floats(n, dtype="float32"))
     exact = lambda return_residual, **given: _packed(**given)  # noqa: E731
     return entry(jc.ops.packed_dot_product_attention, exact, operands, options)
 
 
 def _paged(
-    query: Any, key_pages: Any, value_pages: Any, page_table: Any, *, value_page_table: Any = None,
-    heads_first: bool = False, bottom_right: bool = True, **options: Any,
+    query: Any, key_pages: Any, value_pages: Any, page_table: Any, bias: Any = None, *,
+    value_page_table: Any = None, heads_first: bool = False, bottom_right: bool = True,
+    query_offsets: Any = None, max_query_length: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     def gathered(pages: Any, table: Any) -> Any:
         pages = jnp.swapaxes(pages, 1, 2) if heads_first else pages
@@ -245,7 +250,26 @@ def _paged(
 
     value_page_table = page_table if value_page_table is None else value_page_table
     k, v = gathered(key_pages, page_table), gathered(value_pages, value_page_table)
-    return attention(query, k, v, bottom_right=bottom_right, **options)
+    options |= {"bottom_right": bottom_right}
+    lengths = options.pop("key_value_seq_lengths")
+    queries = options.pop("query_seq_lengths", query.shape[-3])
+    if options.get("sink") is not None:  # a batch element without keys does not see it
+        queries = jnp.where(lengths > 0, queries, 0)
+    if query_offsets is None:
+        if isinstance(queries, int):
+            queries = None
+        options |= {"query_seq_lengths": queries, "key_value_seq_lengths": lengths}
+        return attention(query, k, v, bias, **options)
+    found = []
+    for i, rows in enumerate(map(slice, query_offsets, query_offsets[1:])):
+        q = query[rows][None]
+        own = None if bias is None else bias[min(i, len(bias) - 1), None, :, : q.shape[1]]
+        given = options | {"key_value_seq_lengths": lengths[i : i + 1]}
+        found.append(attention(q, k[i : i + 1], v[i : i + 1], own, **given))
+    rest = len(query) - query_offsets[-1]
+    out, residual = (jnp.concatenate([y[0] for y in x]) for x in zip(*found, strict=True))
+    out = jnp.pad(out, ((0, rest), (0, 0), (0, 0)))
+    return out, jnp.pad(residual, ((0, rest), (0, 0)), constant_values=-jnp.inf)
 
 
 def paged(draw: Draw) -> Entry:
@@ -262,6 +286,8 @@ def paged(draw: Draw) -> Entry:
     }
     operands["key_value_seq_lengths"] = draw.integers(0, each * u, b)
     operands |= draw.some(0.2, query_seq_lengths=draw.integers(0, t, b))
+    operands |= draw.some(0.2, bias=draw.floats(draw.of(1, b), n, t, each * u))
+    operands |= draw.some(0.2, sink=draw.floats(n, dtype="float32"))
     operands |= draw.some(0.2, value_page_table=draw.integers(0, p - 1, b, each))
     return entry(jc.ops.paged_dot_product_attention, _paged, operands, options)
 

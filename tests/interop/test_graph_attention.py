@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformations import graphs_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import boundary
@@ -51,20 +52,37 @@ def declared(g, name, heads, kind="float32", of_integers="int32"):
     return array.set_ragged_offset(begins), begins
 
 
-def write_packed(g, kind, of_integers, stats=False):
-    """Attention of packed tokens, in a Graph or a pygraph."""
+def drops(g, kind="float32", word="int64"):
+    """Dropout and a sink."""
+    words = [g.tensor(name=n, dim=[1] * 4, stride=[1] * 4, data_type=word) for n in WORDS]
+    sink = g.tensor(name="sink", dim=[1, H, 1, 1], stride=[H, 1, 1, 1], data_type=kind)
+    return {"dropout": (0.5, *words), "sink_token": sink}
+
+
+WORDS = ("seed", "offset")
+DROPPED = {"seed": 7, "offset": 0, "sink": jnp.linspace(-1, 1, H).reshape(1, H, 1, 1)}
+DROPS = {"dropout_rate": 0.5, "dropout_rng": jnp.array([0, 7], "uint32")}
+
+
+def write_packed(g, kind, of_integers, stats=False, word=None):
+    """Attention of packed tokens, in a Graph or a pygraph; with a dtype of a ``word`` of dropout
+    also that, a sink, and Stats without offsets."""
     kinds = kind, of_integers
     (q, begins), (k, _), (v, _) = (
         declared(g, name, n, *kinds) for name, n in (("q", H), ("k", N), ("v", N))
     )
     names = "seq_len_q", "seq_len_kv"
     lengths = {name: integers(g, name, B, kind=of_integers) for name in names}
-    o, total = g.sdpa(q=q, k=k, v=v, **OPTIONS, is_inference=not stats, **lengths, name="sdpa")
+    more = drops(g, kind, word) if word else {}
+    o, total = g.sdpa(
+        q=q, k=k, v=v, **OPTIONS, is_inference=not stats, **lengths, **more, name="sdpa"
+    )
     o.set_output(True).set_name("o").set_dim([B, H, S, D]).set_stride(strides(H, D))
     o.set_data_type(kind).set_ragged_offset(begins)
     if stats:
-        begins = integers(g, "stats begins", B + 1)
-        total.set_output(True).set_name("stats").set_ragged_offset(begins)
+        total.set_output(True).set_name("stats")
+    if stats and not word:
+        total.set_ragged_offset(integers(g, "stats begins", B + 1))
 
 
 def forward(dtype="float32", stats=True):
@@ -131,24 +149,73 @@ def test_packed_tokens_have_the_results_and_derivatives_of_ops(make):
         np.testing.assert_allclose(as_tokens(ours), theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_packed_tokens_as_a_graph():
+@pytest.mark.deviceless
+def test_packed_tokens_with_dropout_sinks_and_statistics_without_offsets():
+    with jc.Graph() as g:
+        write_packed(g, "float32", "int32", True, "int64")
+    made = carried_over(write_packed, True, frontend.load().data_type.INT64)
+    packed = tokens(H), tokens(N, seed=1), tokens(N, seed=2)
+    sink = DROPPED["sink"].reshape(H)
+    o, total = plain(*packed, **DROPS, sink=sink, return_residual=True)
+    for graph in (g, made):
+        got = graph(of(graph, operands(**DROPPED)))
+        np.testing.assert_allclose(as_tokens(got["sdpa::O"]), o, rtol=1e-5, atol=1e-6)
+        for i, length in enumerate(LENGTHS):
+            want = total[BEGINS[i] : BEGINS[i + 1]].T
+            np.testing.assert_allclose(got["sdpa::Stats"][i, :, :length, 0], want, rtol=1e-5)
+            assert np.isneginf(got["sdpa::Stats"][i, :, length:]).all()
+
+    def loss(q, k, v, sink):
+        return (
+            g(of(g, operands(**{**DROPPED, "q": q, "k": k, "v": v, "sink": sink})))["sdpa::O"] ** 2
+        ).sum()
+
+    exact = lambda *x: (plain(*x[:3], **DROPS, sink=x[3].reshape(H)) ** 2).sum()  # noqa: E731
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*map(as_cudnn, packed), DROPPED["sink"])
+    want = jax.jit(jax.grad(exact, (0, 1, 2, 3)))(*packed, DROPPED["sink"])
+    for ours, theirs in zip(got, want, strict=True):
+        ours = as_tokens(ours) if ours.shape[0] == B else ours
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_gradients_of_packed_tokens_as_a_graph(drop):
     heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
     with jc.Graph() as g:
         both = {name: declared(g, name, n) for name, n in heads.items()}
         arrays = {name: array for name, (array, _) in both.items()}
         arrays["dO"].set_ragged_offset(both["o"][1])
         stats = g.tensor(name="stats", dim=[B, H, S, 1], stride=strides(H, 1), data_type="float32")
-        stats.set_ragged_offset(integers(g, "stats begins", B + 1))
+        more = drops(g) | {"dSink_token": True} if drop else {}
+        if not drop:
+            stats.set_ragged_offset(integers(g, "stats begins", B + 1))
         lengths = {name: integers(g, name, B) for name in ("seq_len_q", "seq_len_kv")}
-        made = g.sdpa_backward(**arrays, stats=stats, **OPTIONS, **lengths, name="back")
-        for x, name in zip(made, "qkv", strict=True):
+        made = g.sdpa_backward(**arrays, stats=stats, **OPTIONS, **lengths, **more, name="back")
+        for x, name in zip(made, "qkv", strict=False):
             x.set_output(True).set_ragged_offset(arrays[name].get_ragged_offset())
+        for x in made[3:]:
+            x.set_output(True)
     packed = [tokens(H), tokens(N, seed=1), tokens(N, seed=2)]
-    (o, total), back = jax.vjp(lambda *x: plain(*x, return_residual=True), *packed)
+    more = DROPS if drop else {}
+    packed += [DROPPED["sink"]] * drop
+    (o, total), back = jax.vjp(
+        lambda *x: plain(
+            *x[:3], return_residual=True, **more, sink=x[3][0, :, 0, 0] if drop else None
+        ),
+        *packed,
+    )
     cotangent = tokens(H, seed=3)
     results = {"o": as_cudnn(o), "dO": as_cudnn(cotangent), "stats": as_cudnn(total[..., None])}
-    got = g(operands(**results, **{"o begins": offsets(H * D)}))
-    for name, want in zip("QKV", back((cotangent, jnp.zeros_like(total))), strict=True):
+    if drop:
+        whole = jnp.full((B, S, H, 1), -jnp.inf)
+        for i, n in enumerate(LENGTHS):
+            whole = whole.at[i, :n].set(total[BEGINS[i] : BEGINS[i + 1], :, None])
+        results["stats"] = jnp.swapaxes(whole, 1, 2)
+    got = g(of(g, operands(**results, **DROPPED, **{"o begins": offsets(H * D)})))
+    dq, dk, dv, *sinks = back((cotangent, jnp.zeros_like(total)))
+    for want in sinks:
+        np.testing.assert_allclose(got["back::dSink_token"], want, rtol=1e-4, atol=1e-5)
+    for name, want in zip("QKV", (dq, dk, dv), strict=True):
         np.testing.assert_allclose(as_tokens(got[f"back::d{name}"]), want, rtol=1e-4, atol=1e-5)
 
 
@@ -235,6 +302,92 @@ def test_pages_are_those_of_ops():
         np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, rtol=1e-5, atol=1e-6)
         beyond = graph({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
         assert jnp.isfinite(beyond).all()
+
+
+MORE = {  # the bias's keys, dropout and a sink, offsets of queries, an array of values
+    "dropout and sinks": (None, True, False, False),
+    "bias": (14, False, False, False),
+    "queries with offsets": (None, False, True, False),
+    "all": (14, True, True, False),
+    "values without pages": (None, False, False, True),
+}
+
+
+def write_more(g, kind, of_integers, word, name):
+    keys, drop, ragged, whole = MORE[name]
+    q, begins = declared(g, "q", H, kind, of_integers)
+    more = drops(g, kind, word) if drop else {}
+    if not ragged:
+        q.set_ragged_offset(None)
+    shape = {"dim": [P, N, U, D], "stride": [N * U * D, U * D, D, 1], "data_type": kind}
+    k = g.tensor(name="k", **shape)
+    if whole:
+        shape |= {"dim": [B, N, S, D], "stride": [N * S * D, S * D, D, 1]}
+    v = g.tensor(name="v", **shape)
+    tables = {"paged_attention_k_table": "tk"} | (
+        {} if whole else {"paged_attention_v_table": "tv"}
+    )
+    more |= {port: integers(g, n, B, 1, PAGES, kind=of_integers) for port, n in tables.items()}
+    if keys:
+        dim, stride = [1, H, S, keys], [H * S * keys, S * keys, keys, 1]
+        more["bias"] = g.tensor(name="bias", dim=dim, stride=stride, data_type=kind)
+    o, _ = g.sdpa(
+        q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
+        seq_len_q=integers(g, "lq", B, kind=of_integers),
+        seq_len_kv=integers(g, "lk", B, kind=of_integers),
+        paged_attention_max_seq_len_kv=keys or PAGES * U, **more, name="more",
+    )  # fmt: skip
+    o.set_output(True).set_data_type(kind).set_dim([B, H, S, D]).set_stride(strides(H, D))
+    if ragged:
+        o.set_ragged_offset(begins)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", MORE)
+def test_further_operands_of_pages_are_those_of_arrays(name):
+    keys, drop, ragged, whole = MORE[name]
+    kinds = frontend.load().data_type
+    x = pages(S)
+    k, v = (jnp.moveaxis(x[n][TABLE], 2, 1).reshape(B, N, PAGES * U, D) for n in "kv")
+    values = v if whole else x["v"]
+    queries = LENGTHS.reshape(-1, 1, 1, 1)
+    q = as_cudnn(tokens(H))
+    given = {**x, **DROPPED, "q": q, "v": values, "lq": queries, "q begins": offsets(H * D)}
+    given["bias"] = jax.random.normal(KEY, (1, H, S, keys or 1))
+    exact = {"bias": given["bias"]} if keys else {}
+    if drop:
+        exact |= {**DROPS, "sink": DROPPED["sink"].reshape(H)}
+    if ragged:
+        at = jnp.minimum(BEGINS[:-1, None] + jnp.arange(S), B * S - 1)
+        q = jnp.swapaxes(tokens(H)[at], 1, 2)
+    most = keys or PAGES * U
+    want = jc.ops.dot_product_attention(
+        q, k[:, :, :most], v[:, :, :most], **exact, scale=0.3, heads_first=True,
+        query_seq_lengths=LENGTHS, key_value_seq_lengths=jnp.minimum(KEYS, most),
+    )  # fmt: skip
+    with jc.Graph() as graph:
+        write_more(graph, "float32", "int32", "int64", name)
+    for g in (graph, carried_over(write_more, kinds.INT64, name)):
+        got = g(of(g, given))["more::O"]
+        if ragged:
+            got = as_tokens(got)
+            assert not got[BEGINS[-1] :].any()
+            pairs = [(got[BEGINS[i] : BEGINS[i + 1]], want[i, :, :n].swapaxes(0, 1))
+                     for i, n in enumerate(LENGTHS)]  # fmt: skip
+        else:
+            pairs = [(got, want)]
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_dropout_over_pages_reads_the_mask_of_the_forward():
+    """XLA would draw another one than cuDNN."""
+    with jc.Graph() as g:
+        write_more(g, "float32", "int32", "int64", "dropout and sinks")
+    given = of(g, {**pages(S), **DROPPED, "lq": LENGTHS.reshape(-1, 1, 1, 1)})
+    *_, spec = graphs_of(jax.grad(lambda q: g({**given, "q": q})["more::O"].sum()), given["q"])
+    drawn, back = spec.calls
+    assert dict(back.inputs)["dropout_mask"] == dict(drawn.outputs)["RNG_DUMP"]
 
 
 def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():

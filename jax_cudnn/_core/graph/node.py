@@ -141,7 +141,8 @@ class Draws(NamedTuple):
         drawn: the input port that may hold what is drawn instead. The reference can draw it again
             from the seed, in parts.
         made: the result that holds what is drawn.
-        axes: input port and axis for each dimension of what is drawn; the first is the batch.
+        axes: input port and axis for each dimension of what is drawn, or "" and its size; the first
+            is the batch.
         step: what each element of the first two dimensions adds to the offset.
     """
 
@@ -154,7 +155,7 @@ class Draws(NamedTuple):
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of what is drawn, from those of the input ports."""
-        return tuple(shapes[port][axis] for port, axis in self.axes)
+        return tuple(shapes[port][axis] if port else axis for port, axis in self.axes)
 
 
 def advanced(words: jax.Array, by: Any) -> jax.Array:

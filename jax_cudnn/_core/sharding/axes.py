@@ -206,7 +206,8 @@ def _of_drawing(
     for local in _of_node(node, (*given, (draws.drawn, shape, "float32")), outs):
         drawn = {axis for port, axis in local.axes if port == draws.drawn}
         axes = tuple(at for at in local.axes if at[0] != draws.drawn)
-        yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))
+        if axes:
+            yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))
     yield from (_Local(((word, 3),), 2, True) for word in words)
 
 

@@ -65,19 +65,20 @@ def by_token(x: jax.Array, heads_first: bool) -> Aval:
 
 def check_operands(query: Aval, key: Aval, value: Aval, paged: bool = False) -> None:
     """GraphError or GraphTypeError unless the operands are (B, T, N, H), (B, S, K, H) and
-    (B, S, K, E), or with ``paged`` (B, T, N, H), (P, U, K, H) and (P, U, K, E)."""
+    (B, S, V, E), or with ``paged`` (B, T, N, H), (P, U, K, H) and (P, U, V, E)."""
     (b, _, n, h), (pages, tokens, heads, size) = query.shape, key.shape
     if paged:
         what, form, further = "query and pages", "P, U", " and at least one page"
-        fits = key.shape[1:3] == value.shape[1:3] and 0 not in (pages, tokens, value.shape[0])
+        fits = 0 not in (pages, tokens, value.shape[0])
     else:
         what, form, further = "query, key and value", "B, S", ""
-        fits = pages == b and value.shape[:3] == key.shape[:3]
-    if not fits or size != h or heads == 0 or n % heads:
+        fits = pages == b and value.shape[:2] == key.shape[:2]
+    of_values = value.shape[2]
+    if not fits or size != h or 0 in (heads, of_values) or n % heads or n % of_values:
         raise GraphError(
             f"{what} do not fit together",
-            expected=f"(B, T, N, H), ({form}, K, H) and ({form}, K, E), with N a multiple of K"
-            f"{further}",
+            expected=f"(B, T, N, H), ({form}, K, H) and ({form}, V, E), with N a multiple of K and "
+            f"of V{further}",
             got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
             fix="set heads_first=True for pages (P, K, U, H), and False for (P, U, K, H)"
             if paged
@@ -291,7 +292,7 @@ def extensions(
         found["seed"] = _seed(dropout_rng)
         found["offset"] = jnp.zeros((1, 1, 1, 2), jnp.uint32)
     if sink is not None:
-        found["sink_token"] = _sink(sink, scores[1], dtype)
+        found["sink_token"] = sink_of(sink, scores[1], dtype)
     if block_mask is not None:
         found["block_mask"] = _tiles(block_mask, scores)
     if alibi and not is_causal:
@@ -339,7 +340,7 @@ def _seed(key: Any) -> jax.Array:
     return key[::-1].reshape(1, 1, 1, 2)
 
 
-def _sink(sink: Any, heads: int, dtype: Any) -> jax.Array:
+def sink_of(sink: Any, heads: int, dtype: Any) -> jax.Array:
     sink = array("sink", sink)
     if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
         raise GraphError(

@@ -44,7 +44,7 @@ _REQUIRES = (
     "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
     "sizes that are multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
-_GIVEN_MASK = "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
+GIVEN_MASK = "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
 
 
 @frozen
@@ -90,10 +90,10 @@ def _bound(name: str, value: Any, least: int) -> int | None:
 
 def check_heads(q: int, k: int, v: int) -> None:
     """GraphError if these numbers of heads do not fit together."""
-    if k == 0 or q % k or v != k:
+    if 0 in (k, v) or q % k or q % v:
         raise GraphError(
             "the numbers of heads do not fit",
-            expected="as many heads of v as of k, and a multiple of that of q",
+            expected="numbers of heads of k and of v that divide that of q",
             got=f"q has {q} heads, k {k}, v {v}",
         )
 
@@ -299,7 +299,7 @@ class SdpaBase(AttentionBase, HasBias):
         matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)
-        extras.check(self, inputs)
+        extras.check(self, inputs, self.scores(inputs))
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
@@ -309,7 +309,7 @@ class SdpaBase(AttentionBase, HasBias):
         if reason := super().support(tensors, graph):
             return reason
         if self.score_mod is None:
-            return Reason(_GIVEN_MASK) if "dropout_mask" in tensors else None
+            return Reason(GIVEN_MASK) if "dropout_mask" in tensors else None
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
             return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")

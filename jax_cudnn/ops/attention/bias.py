@@ -86,7 +86,8 @@ class HasBias(HasLengths):
     pass."""
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
-        return tensors["k"].shape[1]
+        """The fewest heads of k and v."""
+        return min(tensors[port].shape[1] for port in ("k", "v"))
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Found on an H200 with cuDNN 9.19 by random calls 8 and 101, in float32 with a bias: where

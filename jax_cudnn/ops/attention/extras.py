@@ -27,6 +27,7 @@ from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.node import Draws, advanced
 
 if TYPE_CHECKING:
+    from ..._core.graph.dims import Shape
     from ..._core.graph.node import Tensors
     from ..._core.graph.spec import Tensor
     from .base import SdpaBase
@@ -42,6 +43,8 @@ STEP = 32
 """What cuDNN adds to the offset for each head of each example."""
 _SCORES = (("q", 0), ("q", 1), ("q", 2), ("k", 2))
 DRAWS = Draws(*WORDS, "dropout_mask", "RNG_DUMP", axes=_SCORES, step=STEP)
+PORTS = ", ".join(f"?{port}: *{port}" for port in (*WORDS, "dropout_mask", "sink_token"))
+"""The ports of other storages than dense arrays."""
 RAW = (*WORDS, "block_mask")
 """Ports with integer dtypes."""
 SHARED = ("sink_token", "dSink_token")
@@ -65,9 +68,9 @@ def probability(value: Any) -> float | None:
     return float(value)
 
 
-def check(node: SdpaBase, inputs: Mapping[str, Tensor]) -> None:
+def check(node: SdpaBase, inputs: Mapping[str, Tensor], scores: Shape) -> None:
     """GraphError or GraphTypeError if these operands or attributes do not fit."""
-    (b, h, queries, _), keys = inputs["q"].shape, inputs["k"].shape[2]
+    b, h, queries, keys = scores
     wanted = {
         **dict.fromkeys(WORDS, ((1, 1, 1, 2), "uint32")),
         "dropout_mask": ((b, h, queries, keys), "float32"),
@@ -167,7 +170,9 @@ def weights(scores: jax.Array, stats: jax.Array) -> jax.Array:
 
 def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
     """The gradient of the sinks (1, H, 1, 1): minus the sum of each query's sink weight times
-    ``rowsum(dO * o)``."""
+    ``rowsum(dO * o)``. Arrays of packed tokens are (T, H, E)."""
+    if o.ndim == 3:
+        o, grad, stats = (jnp.swapaxes(x, 0, 1)[None] for x in (o, grad, stats))
     kind = wide_dtype(grad, o)
     mean = jnp.sum(grad.astype(kind) * o.astype(kind), axis=-1, keepdims=True)
     along = jnp.where(jnp.isneginf(stats), 0, weights(sink, stats) * mean)

@@ -97,7 +97,8 @@ def dot_product_attention(
             and nothing if JAX's default matmul precision is "highest".
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each key head serves N / K consecutive
             query heads.
-        value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
+        value: (B, S, V, E) or (S, V, E), of query's dtype. E may differ from H, and V from K: each
+            value head serves N / V consecutive query heads.
         bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, S) and rounded
             to query's dtype. Differentiable. It is copied to full size for cuDNN if it is
             broadcast over keys, or over queries when its gradient is needed; ``explain()`` reports

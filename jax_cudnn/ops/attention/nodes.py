@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
@@ -54,7 +54,7 @@ class SdpaBackward(Deterministic, SdpaBase):
     Args:
         q: (B, H, Sq, D).
         k: (B, N, Skv, D).
-        v: (B, N, Skv, E).
+        v: (B, M, Skv, E); M may differ from N, and divides H.
         o: O from ``sdpa``, (B, H, Sq, E).
         dO: the gradient with respect to O.
         stats: Stats from ``sdpa``, (B, H, Sq, 1) in float32.
@@ -78,10 +78,10 @@ class SdpaBackward(Deterministic, SdpaBase):
 
     method = "sdpa_backward"
     ports = Dims.parse(
-        "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
+        "q: b h s d, k: b n t d, v: b c t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
         "?seq_len_q: *i, ?seq_len_kv: *j, ?seed: *w, ?offset: *x, ?dropout_mask: *y, "
         "?sink_token: *z, ?block_mask: *a, ?*score_mod_operands: *s "
-        "-> dQ: b h s d, dK: b n t d, dV: b n t e, dBias: *m, dSink_token: *z"
+        "-> dQ: b h s d, dK: b n t d, dV: b c t e, dBias: *m, dSink_token: *z"
     )
     examples = (
         Example(
@@ -150,13 +150,13 @@ class SdpaBackward(Deterministic, SdpaBase):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         if not self.linear_in(tangents.keys()):
-            inputs = _with_mask(self, g, inputs)
+            inputs = with_mask(self, g, inputs)
         return by_reference.jvp(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
-        inputs = _with_mask(self, g, inputs)
+        inputs = with_mask(self, g, inputs)
         return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
     def without(self, results: Collection[str]) -> Node:
@@ -200,7 +200,7 @@ class Sdpa(SdpaBase):
     Args:
         q: (B, H, Sq, D).
         k: (B, N, Skv, D); each head serves H / N consecutive heads of q.
-        v: (B, N, Skv, E).
+        v: (B, M, Skv, E); M may differ from N, and divides H.
         bias: added to the scaled scores, (B, H, Sq, Skv) or 1 in any dimension; optional.
         seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional.
         seq_len_kv: the number of keys; requires seq_len_q. If it is 0, cuDNN leaves the results of
@@ -245,7 +245,7 @@ class Sdpa(SdpaBase):
 
     method = "sdpa"
     ports = Dims.parse(
-        "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
+        "q: b h s d, k: b n t d, v: b c t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
         "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
         "?*score_mod_operands: *s "
         "-> O: b h s e, Stats: *l, RNG_DUMP: *r, score_max: *l, score_sum_exp: *l"
@@ -331,7 +331,7 @@ class Sdpa(SdpaBase):
         o, stats = attention.forward(arrays)
         found: dict[str, jax.Array] = {"O": o, "Stats": stats}
         if self.rng_dump:
-            found["RNG_DUMP"] = attention.mask(arrays)
+            found["RNG_DUMP"] = attention.mask(arrays, self.scores(cast(Any, arrays)))
         if self.score_max or self.score_sum_exp:
             found |= zip(_EXTREMES, attention.extremes(arrays), strict=True)
         return tuple(found[port] for port in self.results)
@@ -362,7 +362,7 @@ class Sdpa(SdpaBase):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        inputs = _with_mask(self, g, inputs)
+        inputs = with_mask(self, g, inputs)
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return by_reference.jvp(self, g, tangents, inputs, outputs)
@@ -379,10 +379,15 @@ def _declared(
     return pygraph.tensor(name=name, data_type=kind, dim=[*dims], stride=strides)
 
 
-def _with_mask(node: SdpaBase, g: Derivation, inputs: Values) -> Values:
-    """The operands with the mask that the forward pass draws, for derivatives by the reference."""
+def with_mask(node: SdpaBase, g: Derivation, inputs: Values, stored: Any = None) -> Values:
+    """The operands with the mask that the forward pass draws, for derivatives by the reference;
+    ``stored``: the node over another storage."""
     if node.dropout_probability is None or "dropout_mask" in inputs:
         return inputs
-    forward = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
-    operands = {port: inputs[port] for port in ("q", "k", "v", *extras.WORDS)}
+    forward: Any = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
+    ports = ("q", "k", "v", *extras.WORDS)
+    if stored is not None:
+        forward = dataclasses.replace(stored, base=forward)
+        ports = (*ports, *stored.indices.positions)
+    operands = {port: inputs[port] for port in ports if port in inputs}
     return {**inputs, "dropout_mask": g.apply(forward, **operands)[-1]}

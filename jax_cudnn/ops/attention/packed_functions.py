@@ -18,6 +18,7 @@ from .arguments import (
     bias_of,
     check_operands,
     check_size,
+    extensions,
     integers,
     lengths_of,
     operands,
@@ -30,11 +31,11 @@ from .nodes import Sdpa
 from .packed import Packed
 from .storage import InOneArray, StoredSdpa
 
-_STATIC = "it is static: each value needs its own plan"
+STATIC = "it is static: each value needs its own plan"
 
 
-def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
-    ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
+def _packed(g, q, k, v, bias, lengths, offsets, extras, *, limits, **attributes):
+    ports = {"q": q, "k": k, "v": v, **lengths, **offsets, **extras}
     if bias is not None:
         ports["bias"] = bias
     queries, keys = limits
@@ -60,6 +61,9 @@ def packed_dot_product_attention(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     bottom_right: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    sink: jax.Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -75,7 +79,7 @@ def packed_dot_product_attention(
     Args:
         query: (T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
         key: (S, K, H), of query's dtype. Each key head serves N / K consecutive query heads.
-        value: (S, K, E), of query's dtype. E may differ from H.
+        value: (S, V, E), of query's dtype. E may differ from H, and V from K.
         bias: added to the scaled scores, indexed by position in a sequence; broadcast to (B, N,
             max_query_length, max_key_value_length) and rounded to query's dtype. Differentiable.
         query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
@@ -88,12 +92,17 @@ def packed_dot_product_attention(
         is_causal: a query sees keys up to its own position in the sequence.
         bottom_right: align the last query of a sequence with its last key. By default the first
             ones are aligned.
+        dropout_rate, dropout_rng: as in :func:`dot_product_attention`; the mask depends on the
+            sequence and the positions in it.
+        sink: one logit per head, (N,) in float32, as in :func:`dot_product_attention`.
+            Differentiable; XLA sums its gradient.
         scale, local_window_size, return_residual, implementation, options: as in
             :func:`dot_product_attention`.
 
     Returns: (T, N, E) of query's dtype. With ``return_residual`` also the natural log-sum-exp of
     the softmax's input, (T, N) in float32. Queries that see no key, and tokens of no sequence, have
-    results and gradients of 0 and a residual of -inf. Both results are differentiable.
+    results and gradients of 0 and a residual of -inf (or the sink, if their sequence has keys).
+    Both results are differentiable.
 
     Memory is linear in the number of tokens; cuDNN's workspace for the backward pass holds the
     query gradient in float32. Offsets are clipped to the valid range, so no other memory is read.
@@ -124,12 +133,12 @@ def packed_dot_product_attention(
     check_operands(query[None], key[None], value[None])
     query, scale = scaled(query, scale)
     band = band_of(is_causal, local_window_size, bottom_right)
-    queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
-    given = [integer("max_query_length", max_query_length, 1, _STATIC), most[1]]
+    queries, most = starts_of("query_offsets", query_offsets), (query.shape[0], key.shape[0])
+    given = [integer("max_query_length", max_query_length, 1, STATIC), most[1]]
     if key_value_offsets is None:
         keys, given[1] = queries, given[0]
     else:
-        keys = _offsets("key_value_offsets", key_value_offsets)
+        keys = starts_of("key_value_offsets", key_value_offsets)
     if keys.shape != queries.shape:
         raise GraphError(
             "key_value_offsets and query_offsets have different shapes",
@@ -137,10 +146,14 @@ def packed_dot_product_attention(
             got=f"int32{list(keys.shape)}",
         )
     if max_key_value_length is not None:
-        given[1] = integer("max_key_value_length", max_key_value_length, 1, _STATIC)
+        given[1] = integer("max_key_value_length", max_key_value_length, 1, STATIC)
     batch, heads = queries.shape[0] - 1, query.shape[1]
     letters = "B, N, max_query_length, max_key_value_length"
-    bias = bias_of(bias, (batch, heads, *given), query.dtype, letters, masks=False)
+    scores = batch, heads, *given
+    bias = bias_of(bias, scores, query.dtype, letters, masks=False)
+    rate, extras = extensions(
+        scores, query.dtype, dropout_rate, dropout_rng, sink, False, None, is_causal
+    )
     # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
     limits = tuple(
         max(1, min(size, tokens)) if isinstance(tokens, int) else size
@@ -153,17 +166,22 @@ def packed_dot_product_attention(
         statistic = jnp.full(query.shape[:2], -jnp.inf)
         return (out, statistic) if return_residual else out
     queries, keys = (jnp.clip(x, 0, size) for x, size in zip((queries, keys), most, strict=True))
+    lengths = {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])}
+    if sink is not None:  # cuDNN writes no results for sequences without keys
+        lengths["seq_len_q"] = jnp.where(lengths["seq_len_kv"] > 0, lengths["seq_len_q"], 0)
+    (_, n, h), (_, of_values, e) = query.shape, value.shape
+    offsets = in_elements(queries, q=n * h, o=n * e, stats=n)
+    offsets |= in_elements(keys, k=key.shape[1] * h, v=of_values * e)
     out, statistic = chosen(PACKED, options, None, implementation)(
-        query, key, value, bias,
-        {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
-        _in_elements(queries, keys, query, key, value),
-        limits=limits,
+        query, key, value, bias, lengths,
+        offsets, extras,
+        limits=limits, dropout_probability=rate,
         **attributes(float(scale), band),
     )  # fmt: skip
     return (out, statistic[..., 0]) if return_residual else out
 
 
-def _offsets(name: str, x: Any) -> jax.Array:
+def starts_of(name: str, x: Any) -> jax.Array:
     meaning = ", the start of each sequence and the end of the last one"
     fix = 'from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")'
     return integers(name, x, ("B + 1",), meaning, fix)
@@ -173,16 +191,12 @@ def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
     return jnp.clip(jnp.diff(offsets), 0, limit).reshape(-1, 1, 1, 1)
 
 
-def _in_elements(
-    queries: jax.Array, keys: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
-) -> dict[str, jax.Array]:
-    """The offsets within each array, counted in elements."""
-    n, h = query.shape[1:]
-    k, e = value.shape[1:]
-    per_token = {"q": n * h, "o": n * e, "stats": n}
-    found = {kind: queries * size for kind, size in per_token.items()}
-    found |= {"k": keys * (k * h), "v": keys * (k * e)}
-    return {f"ragged_offset_{kind}": x.reshape(-1, 1, 1, 1) for kind, x in found.items()}
+def in_elements(starts: jax.Array, **sizes: int) -> dict[str, jax.Array]:
+    """The offsets within arrays of these numbers of elements per token."""
+    return {
+        f"ragged_offset_{kind}": (starts * size).reshape(-1, 1, 1, 1)
+        for kind, size in sizes.items()
+    }
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):

@@ -11,28 +11,32 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
-from ..arguments import chosen, flags, int32
+from ..arguments import chosen, flags, int32, integer
 from .arguments import (
     attributes,
     band_of,
+    bias_of,
     by_token,
     check_operands,
+    extensions,
     integers,
     lengths_of,
     operands,
     scaled,
+    sink_of,
 )
 from .bias import LENGTHS
 from .nodes import Sdpa
+from .packed_functions import STATIC, in_elements, starts_of
 from .paged import Paged
 from .storage import StoredSdpa
 
 _FORMS = "query and new (B, T, N, H), pages (P, U, K, H)"
 
 
-def _paged(g, q, k, v, integers, *, heads_first, **attributes):
-    ports = {"q": q, "k": k, "v": v, **integers}
-    node = StoredSdpa(Sdpa.create(**attributes), Paged(heads_first))
+def _paged(g, q, k, v, operands, *, heads_first, most, **attributes):
+    ports = {"q": q, "k": k, "v": v, **operands}
+    node = StoredSdpa(Sdpa.create(**attributes), Paged(heads_first, max_seq_len_q=most))
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
@@ -44,15 +48,19 @@ def paged_dot_product_attention(
     key_pages: jax.Array,
     value_pages: jax.Array,
     page_table: jax.Array,
+    bias: jax.Array | None = None,
     *,
     key_value_seq_lengths: jax.Array,
     query_seq_lengths: jax.Array | None = None,
+    query_offsets: jax.Array | None = None,
+    max_query_length: int | None = None,
     value_page_table: jax.Array | None = None,
     heads_first: bool = False,
     scale: Any = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     bottom_right: bool = True,
+    sink: jax.Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -67,15 +75,26 @@ def paged_dot_product_attention(
     heads, H and E the head sizes of keys and of values.
 
     Args:
-        query: (B, T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
+        query: (B, T, N, H); bfloat16 or float16; float32 and float64 run in XLA. With
+            ``query_offsets`` (T, N, H), the queries of all batch elements.
         key_pages: (P, U, K, H), of query's dtype. Each key head serves N / K consecutive query
             heads.
-        value_pages: (P, U, K, E), of query's dtype.
+        value_pages: (P, U, V, E), of query's dtype; V may differ from K, and with
+            ``value_page_table`` P and U from those of the keys.
         page_table: (B, n) in int32, indices in [0, P). Entries after a sequence's length may be
             anything. Indices are clipped to this range, so no other memory is read.
         key_value_seq_lengths: (B,) in int32, the number of keys of each batch element, at most
             n * U. Slots after it must hold finite values: kernels may read them, with weight 0.
         query_seq_lengths: (B,) in int32, the number of queries, by default T; rows after it are 0.
+        bias: added to the scaled scores, broadcast to (B, N, T, n * U) and rounded to query's
+            dtype; T is max_query_length with ``query_offsets``. Differentiable.
+        query_offsets: (B + 1,) in int32, ascending: queries of batch element i are
+            ``query[query_offsets[i]:query_offsets[i + 1]]``, as in
+            :func:`packed_dot_product_attention`, instead of query_seq_lengths: prefill and decoding
+            in one call.
+        max_query_length: with ``query_offsets`` at least the largest number of queries of a batch
+            element; excess queries are ignored, and their results are 0. It is static.
+        sink: one logit per head, (N,) in float32, as in :func:`dot_product_attention`.
         value_page_table: the same for value_pages, by default page_table. If one cache holds keys
             in its even pages and values in its odd ones, pass it as both, with the tables
             ``2 * t`` and ``2 * t + 1``.
@@ -86,7 +105,8 @@ def paged_dot_product_attention(
             :func:`dot_product_attention`.
 
     Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key. With ``return_residual``
-    also the natural log-sum-exp of the softmax's input, (B, T, N) in float32.
+    also the natural log-sum-exp of the softmax's input, (B, T, N) in float32. With
+    ``query_offsets`` both are without B. A batch element without keys does not see its sink.
 
     Derivatives run in XLA, which gathers the keys of a few batch elements at a time: cuDNN has no
     derivative for paged keys. If vmap does not map the pages, its axis joins the batch.
@@ -113,14 +133,24 @@ def paged_dot_product_attention(
         bottom_right=bottom_right,
         return_residual=return_residual,
     )
-    query, keys, values = operands(
-        (4,), _FORMS, query=query, key_pages=key_pages, value_pages=value_pages
-    )
-    slots = by_token(keys, heads_first)
-    check_operands(query, slots, by_token(values, heads_first), paged=True)
+    keys, values = operands((4,), _FORMS, key_pages=key_pages, value_pages=value_pages)
+    rank = 4 if query_offsets is None else 3
+    (query,) = operands((rank,), _FORMS, query=query)
+    slots, held = (by_token(x, heads_first) for x in (keys, values))
+    check_operands(query if rank == 4 else query[None], slots, held, paged=True)
     query, scale = scaled(query, scale)
     band = band_of(is_causal, local_window_size, bottom_right)
-    batch, count, heads = query.shape[:3]
+    heads, size, offsets, most = *query.shape[-2:], {}, None
+    if query_offsets is None:
+        batch, count = query.shape[:2]
+    elif query_seq_lengths is not None:
+        raise GraphError("query_offsets and query_seq_lengths", expected="one of them")
+    else:
+        count = most = integer("max_query_length", max_query_length, 1, STATIC)
+        starts = jnp.clip(starts_of("query_offsets", query_offsets), 0, query.shape[0])
+        batch, query_seq_lengths = starts.shape[0] - 1, jnp.diff(starts)
+        of_values = values.shape[3]
+        offsets = in_elements(starts, q=heads * size, o=heads * of_values, stats=heads)
     if count == 1 and bottom_right:  # the last query sees all keys anyway, and cuDNN has faster
         band = replace(band, right=None)  # engines for this
     value_table = page_table if value_page_table is None else value_page_table
@@ -128,25 +158,49 @@ def paged_dot_product_attention(
         "page_table_k": _table("page_table", page_table, batch, keys.shape[0]),
         "page_table_v": _table("value_page_table", value_table, batch, values.shape[0]),
     }
-    pages, others = (x.shape[2] for x in tables.values())
-    if pages != others:
+    slots = [t.shape[2] * x.shape[1] for t, x in zip(tables.values(), (slots, held), strict=True)]
+    if slots[0] != slots[1]:
         raise GraphError(
-            "page_table and value_page_table have different shapes",
-            expected="the same number of pages per batch element for keys and values",
-            got=f"{pages} and {others}",
+            "keys and values have different numbers of slots",
+            expected="as many pages per batch element times tokens per page",
+            got=f"{slots[0]} and {slots[1]}",
+            fix="pass value_page_table for pages of values of another size",
         )
     key_value_seq_lengths = int32("key_value_seq_lengths", key_value_seq_lengths)
-    scores = batch, heads, count, pages * slots.shape[1]
+    scores = batch, heads, count, slots[0]
     lengths = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
-    if 0 in query.shape:
-        out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
-        return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
+    if 0 in (batch, *query.shape):
+        out = jnp.zeros((*query.shape[:-1], values.shape[3]), query.dtype)
+        return (out, jnp.full(query.shape[:-1], -jnp.inf)) if return_residual else out
+    more: dict[str, jax.Array] = {}
+    bias = bias_of(bias, scores, query.dtype, "B, N, T, n * U", masks=False)
+    if bias is not None:
+        more["bias"] = bias
+    behind = count == 1 and not most  # cuDNN has no sink for one query
+    if sink is not None and not behind:  # nor writes it results without keys
+        more |= extensions(scores, query.dtype, 0.0, None, sink, False, None, is_causal)[1]
+        lengths = [jnp.where(lengths[1] > 0, lengths[0], 0), lengths[1]]
     out, statistic = chosen(PAGED, options, None, implementation)(
         query, keys, values,
-        tables | dict(zip(LENGTHS, lengths, strict=True)),
-        heads_first=heads_first, **attributes(float(scale), band),
+        tables | dict(zip(LENGTHS, lengths, strict=True)) | offsets | more,
+        heads_first=heads_first, most=most, **attributes(float(scale), band),
     )  # fmt: skip
-    return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
+    statistic = statistic[..., 0]
+    if sink is not None and behind:
+        out, statistic = _with_sink(out, statistic, sink_of(sink, heads, query.dtype)[:, :, 0])
+    if not return_residual:
+        return out
+    return out, statistic if most else jnp.swapaxes(statistic, 1, 2)
+
+
+def _with_sink(
+    out: jax.Array, statistic: jax.Array, sink: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The result (B, 1, N, E) and the statistic (B, N, 1) with a sink (1, N, 1)."""
+    unseen = jnp.isneginf(statistic)
+    total = jnp.logaddexp(jnp.where(unseen, 0, statistic), sink)
+    part = jnp.exp(jnp.where(unseen, 0, statistic) - total)
+    return (out * part[:, None]).astype(out.dtype), jnp.where(unseen, -jnp.inf, total)
 
 
 def write_pages(

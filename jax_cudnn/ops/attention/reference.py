@@ -91,7 +91,7 @@ class Attention:
         """O and the log-sum-exp of each row, from q, k, v and the optional operands (bias,
         seq_len_q, seq_len_kv, ...); ``first`` is the position of each batch element's first query,
         by default 0."""
-        arrays = within_lengths(arrays, arrays)
+        arrays = _alike(within_lengths(arrays, arrays))
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
             return self._of_rows(rows, arrays, first)
@@ -120,7 +120,7 @@ class Attention:
         """The gradients of q, k, v and bias, by port, from the same operands, O, its gradient dO
         and the statistic. q, k and dO may be rounded differently for products over tokens (q_T, k_T
         and dO_T), and O and dO for their product (o_f16 and dO_f16)."""
-        arrays = within_lengths(arrays, arrays)
+        given, arrays = arrays, _alike(within_lengths(arrays, arrays))
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
@@ -155,6 +155,10 @@ class Attention:
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
         found = within_lengths({**each, **summed}, arrays)
         found["dQ"] = _heads(found["dQ"])
+        for name, port in (("dK", "k"), ("dV", "v")):
+            (b, heads), more = given[port].shape[:2], k.shape[1] // given[port].shape[1]
+            if more > 1:
+                found[name] = found[name].reshape(b, heads, more, *k.shape[2:3], -1).sum(2)
         if bias is not None:
             found["dBias"] = found["dBias"].reshape(bias.shape)
         if "sink_token" in arrays:
@@ -162,13 +166,12 @@ class Attention:
             found["dSink_token"] = extras.sink_gradient(*of)
         return found
 
-    def mask(self, arrays: Arrays) -> jax.Array:
-        """1 where dropout keeps a weight, else 0: (B, H, S, T)."""
+    def mask(self, arrays: Arrays, scores: Shape) -> jax.Array:
+        """1 where dropout keeps a weight, else 0: (B, H, S, T), the shape of the scores."""
         if "dropout_mask" in arrays:
             return arrays["dropout_mask"]
         assert self.dropout is not None
-        (b, h, s, _), t = arrays["q"].shape, arrays["k"].shape[2]
-        return extras.kept(arrays, self.dropout, (b, h, s, t), 0)
+        return extras.kept(arrays, self.dropout, scores, 0)
 
     def _kept(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
         """The factors of the weights: 0, or one over the probability of keeping a weight."""
@@ -176,7 +179,7 @@ class Attention:
         b, n, g, s, _ = rows["q"].shape
         keep = rows.get("dropout_mask")
         if keep is None:
-            keys = arrays["k"].shape[2]
+            keys, first = arrays["k"].shape[2], first + jnp.reshape(_first(arrays), ())
             keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
             keep = keep.reshape(b, n, g, s, keys)
         return keep.astype(wide_dtype(rows["q"])) / (1 - self.dropout)
@@ -274,7 +277,7 @@ class Attention:
             _length(arrays.get(name), arrays[of].shape[2])
             for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
         )
-        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
+        i = (first + jnp.arange(count))[:, None] + _first(arrays)
         return i, jnp.arange(arrays["k"].shape[2])[None, :], queries, keys
 
     def _sink(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array | None:
@@ -283,7 +286,7 @@ class Attention:
             return None
         q = rows["q"]
         sink = arrays["sink_token"].astype(wide_dtype(q)).reshape(1, *q.shape[1:3], 1, 1)
-        i = (first + jnp.arange(q.shape[3]))[:, None]
+        i = (first + jnp.arange(q.shape[3]))[:, None] + _first(arrays)
         there = i < _length(arrays.get("seq_len_q"), arrays["q"].shape[2])
         return jnp.where(there, sink, -jnp.inf)
 
@@ -311,8 +314,22 @@ def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
     return found
 
 
+def _alike(arrays: Arrays) -> Arrays:
+    """The arrays with as many heads of v as of k, each repeated."""
+    k, v = (arrays[port].shape[1] for port in ("k", "v"))
+    if k == v:
+        return arrays
+    own = {port: arrays[port] for port in ("k", "k_T", "v") if port in arrays}
+    count = math.lcm(k, v)
+    return {**arrays, **{p: jnp.repeat(x, count // x.shape[1], 1) for p, x in own.items()}}
+
+
 def _length(given: jax.Array | None, whole: int) -> Any:
     return whole if given is None else given.astype(jnp.int32).reshape(-1, 1, 1, 1, 1)
+
+
+def _first(arrays: Arrays) -> Any:
+    return _length(arrays.get("first"), 0)
 
 
 def _grouped(arrays: Arrays) -> dict[str, jax.Array]:

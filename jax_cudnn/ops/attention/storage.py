@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError
+from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Engines, Fold, Indices, Node, View, Work, frozen, matched
+from ..._core.graph.node import (
+    Draws,
+    Edge,
+    Engines,
+    Fold,
+    Indices,
+    Node,
+    View,
+    Work,
+    frozen,
+    matched,
+)
 from ..._core.graph.planned import About
 from ..._core.reasons import Reason
-from .base import SdpaBase, batch_folds, check_shapes, wrong_dtypes
+from . import extras
+from .base import GIVEN_MASK, SdpaBase, batch_folds, check_shapes, wrong_dtypes
 from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
+from .nodes import with_mask
 from .reference import Arrays, Attention
 from .tangent import gradients, tangents_of
 
@@ -46,9 +60,10 @@ class Storage:
     """The backward node's results, and the ports of which they are the gradients."""
     about: ClassVar[About] = SdpaBase.about
     indices: ClassVar[Indices] = HasBias.indices
+    draws: ClassVar[Draws | None] = None
+    """What dropout draws; None without dropout."""
     initial: ClassVar[Mapping[str, float]] = {}
     """What tokens of no sequence hold in the results."""
-    has_bias: ClassVar[bool] = True
 
     def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
         """GraphError if shapes do not fit."""
@@ -63,7 +78,7 @@ class Storage:
         raise NotImplementedError
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
-        return tensors["k"].shape[1]
+        return min(tensors[port].shape[1] for port in ("k", "v"))
 
     def flops(self, band: Any, tensors: Tensors) -> int | None:
         """As in :class:`Work`; None if the results' sizes are the best estimate."""
@@ -130,6 +145,10 @@ class StoredSdpa(HasBias):
         return self.storage.about
 
     @property
+    def draws(self) -> Draws | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.draws and self.storage.draws
+
+    @property
     def indices(self) -> Indices:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.storage.indices
 
@@ -166,15 +185,18 @@ class StoredSdpa(HasBias):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         integers = self.indices.positions
         check_int32(inputs, integers)
-        sizes = matched(self, {port: x for port, x in inputs.items() if port not in integers})
+        raw = {*integers, *extras.RAW}
+        sizes = matched(self, {port: x for port, x in inputs.items() if port not in raw})
         self.storage.check(inputs, sizes)
         self.check_bias(inputs)
+        extras.check(self.base, inputs, self.scores(inputs))
         if self.is_backward:
-            of = {**self.storage.gradients, "dBias": "bias"}
+            of = {**self.storage.gradients, "dBias": "bias", "dSink_token": "sink_token"}
             return {name: (inputs[of[name]].shape, inputs[of[name]].dtype) for name in self.results}
         o, stats = self.storage.made(inputs)
         dtype = inputs["q" if "q" in inputs else "qkv"].dtype
-        found = {"O": (o, dtype), "Stats": (stats, "float32")}
+        drawn = self.scores(inputs), "float32"
+        found = {"O": (o, dtype), "Stats": (stats, "float32"), "RNG_DUMP": drawn}
         return {port: found[port] for port in self.results}
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
@@ -192,10 +214,15 @@ class StoredSdpa(HasBias):
             return reason
         if len(graph.calls) > 1:
             return Reason(f"{self.method} needs its own plan, because of its storage layout")
-        return wrong_dtypes(self.results, tensors)
+        if "dSink_token" in self.results:
+            return Reason("cuDNN's sum for dSink_token does not skip tokens of no sequence")
+        return (
+            Reason(GIVEN_MASK) if "dropout_mask" in tensors else wrong_dtypes(self.results, tensors)
+        )
 
     def engines(self, tensors: Tensors, graph: GraphSpec) -> Engines:
-        found = super().engines(tensors, graph) if self.storage.has_bias else Engines()
+        plain = self.storage.name == "paged" and not {"bias", "seed", "sink_token"} & {*tensors}
+        found = Engines() if plain else super().engines(tensors, graph)
         other = self.base.otherwise
         if other is not None:
             other = other._replace(node=dataclasses.replace(self, base=other.node))
@@ -218,17 +245,32 @@ class StoredSdpa(HasBias):
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.base.attention(precision)
-        if not self.is_backward:
-            return self.storage.run(attention, arrays)[: len(self.results)]
-        found = self.storage.run_backward(attention, arrays)
+        found: dict[str, jax.Array] = {}
+        if self.is_backward:
+            found = self.storage.run_backward(attention, arrays)
+        else:
+            found["O"], found["Stats"] = self.storage.run(attention, arrays)
+        if "RNG_DUMP" in self.results:
+            found["RNG_DUMP"] = attention.mask(arrays, self.scores(cast(Any, arrays)))
         return tuple(found[port] for port in self.results)
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        if "Stats" not in outputs or not self.storage.backward:
-            return super().jvp(g, tangents, inputs, outputs)
+        if not (self.is_backward and self.linear_in(tangents.keys())):
+            inputs = with_mask(self.base, g, inputs, self)
+        outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
+        known = "Stats" in outputs and bool(self.storage.backward) and not self.is_backward
+        # XLA adds up the gradient of sinks by tokens.
+        if not known or ("sink_token" in tangents and outputs["Stats"].ndim != inputs["q"].ndim):
+            return by_reference.jvp(self, g, tangents, inputs, outputs)
         return tangents_of(self, g, tangents, inputs, outputs)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        inputs = with_mask(self.base, g, inputs, self)
+        return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return self.storage.folds(batched, size, tensors)

@@ -25,8 +25,9 @@ def drawing(key):
     return lambda shape, dtype="float32": jnp.asarray(rng.standard_normal(shape), dtype)
 
 
-def qkv(normal, b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="float32"):
-    return [normal(shape, dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, e or h))]
+def qkv(normal, b=2, t=24, s=24, n=4, k=4, h=16, e=None, v=None, dtype="float32"):
+    shapes = (b, t, n, h), (b, s, k, h), (b, s, v or k, e or h)
+    return [normal(shape, dtype) for shape in shapes]
 
 
 def lengths(queries, keys):

@@ -18,11 +18,11 @@ def ints(*values):
 
 
 def dense(
-    *, attend=ours, b=2, t=256, s=256, n=4, k=4, h=64, e=None, bias=None, sink=False, operands=(),
-    lengths=(), **given,
+    *, attend=ours, b=2, t=256, s=256, n=4, k=4, v=None, h=64, e=None, bias=None, sink=False,
+    operands=(), lengths=(), **given,
 ):  # fmt: skip
     """A function of arrays, their avals, and how many of them are differentiated."""
-    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, e or h), *([bias] if bias else [])]
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, v or k, e or h), *([bias] if bias else [])]
     avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
     count = len(avals) if "score_mod" not in given else 3
     avals += [S(shape, dtype) for shape, dtype in operands]
@@ -53,32 +53,52 @@ QUERIES, KEYS = (0, 96, 96, 150, 240, 290), (0, 160, 200, 200, 290, 380)
 
 
 def packed(
-    *, t=300, s=400, n=8, k=2, h=64, e=None, bias=None, ends=(QUERIES, KEYS), longest=None, **given
-):
+    *, t=300, s=400, n=8, k=2, h=64, e=None, bias=None, sink=False, ends=(QUERIES, KEYS),
+    longest=None, **given,
+):  # fmt: skip
     shapes = [(t, n, h), (s, k, h), (s, k, e or h), *([bias] if bias else [])]
     longest = longest or [int(np.diff(x).max()) for x in ends]
+    avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
 
     def function(*operands, **more):
+        if sink:
+            *operands, more["sink"] = operands
         return jc.ops.packed_dot_product_attention(
             *operands, query_offsets=ints(*ends[0]), key_value_offsets=ints(*ends[1]),
             max_query_length=longest[0], max_key_value_length=longest[1], **given, **more,
         )  # fmt: skip
 
-    return function, [S(shape, "bfloat16") for shape in shapes], len(shapes)
+    return function, avals, len(avals)
 
 
-def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), **given):
-    """One of four batch elements has no keys, and one has a single key."""
+def in_pages(
+    *, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), values=None, ragged=False,
+    bias=None, sink=False, **given,
+):  # fmt: skip
+    """One of four batch elements has no keys, and one has a single key; ``values`` is the size of
+    pages of values."""
     b = len(ends)
     count = b * per + 3
     pages = (count, k, page, h) if given.get("heads_first") else (count, page, k, h)
     table = np.random.default_rng(0).permutation(count)[: b * per].reshape(b, per)
 
-    def function(*operands, **more):
-        lengths = {"key_value_seq_lengths": ints(*ends)}
-        return paged(*operands, jnp.asarray(table, "int32"), **lengths, **given, **more)
+    others = (*pages[:1], values, *pages[2:]) if values else pages
+    if values:
+        of_values = np.random.default_rng(1).permutation(count)[: b * per * page // values]
+        given["value_page_table"] = jnp.asarray(of_values.reshape(b, -1), "int32")
+    if ragged:
+        given |= {"query_offsets": ints(0, 96, 96, 150, 240), "max_query_length": 96}
+    queries = (300, n, h) if ragged else (b, t, n, h)
+    shapes = [queries, pages, others, *([bias] if bias else [])]
+    avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
 
-    return function, [S(shape, "bfloat16") for shape in ((b, t, n, h), pages, pages)], 3
+    def function(q, k, v, *further, **more):
+        further, named = [*further], {"key_value_seq_lengths": ints(*ends)}
+        named |= {"sink": further.pop()} if sink else {}
+        named |= {"bias": further.pop()} if bias else {}
+        return paged(q, k, v, jnp.asarray(table, "int32"), **named, **given, **more)
+
+    return function, avals, len(avals)
 
 
 def of_score(f):
@@ -103,6 +123,7 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_rng": KEY}
 HEADS, ROWS = ((1, 4, 1, 1), "float32"), ((2, 1, 256, 1), "int32")
 TABLE = {
     "grouped heads": dense(n=8, k=2, **CAUSAL),
+    "heads of keys, of values": dense(n=8, k=2, v=4, **CAUSAL),
     "odd lengths": dense(t=100, s=77, h=32),
     "from the last": dense(t=128, h=128, **LAST),
     "window, lengths": dense(lengths=SHORT, **WINDOW),
@@ -118,9 +139,17 @@ TABLE = {
     "packed, from the last": packed(s=700, e=64, h=128, **LAST),
     "packed, bias": packed(n=4, k=4, bias=(1, 4, 96, 160)),
     "packed, row of bias": packed(n=4, k=4, bias=(5, 4, 1, 160)),
+    "packed, sink": packed(sink=True, **WINDOW),
+    "packed, dropout and all": packed(n=4, k=4, bias=(1, 4, 96, 160), sink=True, **CAUSAL,
+        **DROPOUT),
     "pages, decode": in_pages(**CAUSAL),
     "pages, prefill": in_pages(t=96, heads_first=True, **WINDOW),
     "small pages": in_pages(t=4, page=16, per=20, k=1, **CAUSAL),
+    "pages, sink": in_pages(t=96, sink=True, **CAUSAL),
+    "pages, one query and a sink": in_pages(sink=True, **CAUSAL),
+    "pages, bias": in_pages(t=96, bias=(1, 8, 96, 320)),
+    "pages, packed queries": in_pages(ragged=True, sink=True, bias=(4, 8, 96, 320)),
+    "pages of two sizes": in_pages(per=10, page=32, values=64, **CAUSAL),
     "fp8": dense(attend=fp8, n=8, k=2, h=128, **CAUSAL),
     "fp8, lengths": dense(attend=fp8, t=128, s=384, h=128, lengths=([125, 9], [251, 381])),
     "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),

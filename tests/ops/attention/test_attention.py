@@ -22,9 +22,14 @@ pytestmark = pytest.mark.usefixtures("blocks")
 TILED = {"t": 140, "s": 300, "k": 2, "h": 8}
 GROUPS = {"t": 17, "s": 33, "n": 6, "k": 2, "h": 8, "e": 12}
 LENGTHS = lengths([24, 12, 24], [0, 17, 21])
+LENGTHS_OF_TWO = lengths([20, 24], [9, 24])
 CASES = {  # sizes, and what it has
     "grouped heads, causal": (GROUPS, {**CAUSAL, "bias": (1, 6, 17, 33)}),
     "window": ({"k": 1, "e": 8}, {"local_window_size": (3, 2), "bias": (2, 1, 24, 24)}),
+    "fewer heads of values": ({"n": 6, "k": 3, "v": 2, "e": 8}, CAUSAL),
+    "more heads of values": (
+        {"k": 2, "v": 4}, {**LENGTHS_OF_TWO, "bias": (2, 4, 24, 24), "sink": True, "rate": 0.3},
+    ),
     "no bound": ({}, {"local_window_size": (2**31 - 1, 2**31 - 3), "bottom_right": True}),
     "from the last": ({"t": 5, "s": 21}, {**LAST, "local_window_size": (6, 0)}),
     "lengths": ({"b": 3, "k": 2}, {**LENGTHS, "bias": (1, 1, 24, 1)}),

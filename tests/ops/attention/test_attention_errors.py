@@ -44,6 +44,18 @@ FUNCTIONS = {  # words, and a function, its arguments, keywords
     "static_argnames": (jax.jit(lambda x: ours(Q, Q, Q, is_causal=x)), (True,), {}),
     "num_heads=5": (jc.ops.dot_product_attention_qkv, (Q, 5), {}),
     "B + 1": (packed, (PACKED,) * 3, {"query_offsets": jnp.array([0.0, 20.0])}),
+    "dropout_rate without dropout_rng": (packed, (PACKED,) * 3, {"dropout_rate": 0.1}),
+    "keys and values have different numbers of slots": (
+        paged,
+        (ONE, PAGES, jnp.concatenate([PAGES, PAGES], 1)),
+        {},
+    ),
+    "query_offsets and query_seq_lengths": (
+        paged,
+        (ONE[0], PAGES, PAGES),
+        {"query_offsets": TWO, "query_seq_lengths": TWO},
+    ),
+    "one logit per query head": (packed, (PACKED,) * 3, {"sink": jnp.ones(3)}),
     "1, 4, 32, 32": (packed, (*(PACKED,) * 3, jnp.ones((20, 20))), {"max_query_length": 32}),
     "too many elements": (lambda x: jax.eval_shape(lambda x: packed(x, x, x), x), (huge,), {}),
     "2, n": (paged, of_pages, {"page_table": TABLE * 1.0}),

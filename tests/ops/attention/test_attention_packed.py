@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_checks import CAUSAL, LAST, S, outcome
+from attention_checks import CAUSAL, KEY, LAST, S, kept, outcome
 from attention_checks import ours as dense
 from fuzz import attentions
 from transformations import graphs_of
@@ -58,6 +58,68 @@ def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal)
     want = outcome(exact, [*operands, *bias], dout, dlogs)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+DROPS = {  # dropout, a sink, a bias
+    "dropout": (True, False, None),
+    "sink": (False, True, None),
+    "all": (True, True, (4, 4, 13, 13)),
+}
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", DROPS)
+def test_dropout_and_sinks_are_those_of_dense_arrays(name, normal):
+    """A sequence draws the mask that it draws as an example of a padded array."""
+    drop, sink, shape = DROPS[name]
+    queries, given, exact = offsets(0, 13, 13, 22, 31), dict(CAUSAL), dict(CAUSAL)
+    operands = qkv(normal, e=6)
+    others = ({"bias": normal(shape)} if shape else {}) | (
+        {"sink": 2 * normal((4,))} if sink else {}
+    )
+    if drop:
+        given |= {"dropout_rate": 0.4, "dropout_rng": KEY}
+        padded = jnp.zeros((4, 13, 4, 8))
+        exact["keep"] = np.asarray(kept(padded, padded, 0.4)) / 0.6
+
+    def of(function):
+        return lambda q, k, v, *more: function(q, k, v, **dict(zip(others, more, strict=True)))
+
+    got, want = (
+        of(packed(queries, **given)),
+        of(functools.partial(attentions._packed, **offered(queries, **exact))),
+    )
+    operands += others.values()
+    along = normal((40, 4, 6)), normal((40, 4))
+    for a, b in zip(*(outcome(f, operands, *along) for f in (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    total = [lambda *x, f=f: jnp.sum(f(*x)[0] ** 2) for f in (got, want)]
+    for further in (  # by the mask that the forward pass draws
+        lambda f: jax.jvp(f, operands, operands)[1],
+        lambda f: jax.jvp(jax.grad(f), operands, operands)[1],
+        lambda f: jax.grad(lambda q: jax.grad(f)(q, *operands[1:]).sum())(operands[0]),
+    ):
+        a, b = (np.asarray(jax.jit(further, static_argnums=0)(f)) for f in total)
+        np.testing.assert_allclose(a, b, atol=2e-4 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.usefixtures("blocks")
+def test_keys_and_values_of_different_heads(normal):
+    queries = offsets(0, 13, 31)
+    operands, along = [*qkv(normal)[:2], normal((40, 4, 6))], (normal((40, 4, 6)), normal((40, 4)))
+    exact = functools.partial(attentions._packed, **offered(queries))
+    results = (outcome(f, operands, *along) for f in (packed(queries), exact))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_a_sequence_without_keys_does_not_see_its_sink(normal):
+    """cuDNN writes no results for it."""
+    q, k, v = qkv(normal)
+    out, logs = packed(offsets(0, 9, 40), offsets(0, 0, 40), sink=jnp.ones(4))(q, k, v)
+    assert not out[:9].any()
+    assert np.isneginf(logs[:9]).all()
+    assert out[9:].all()
 
 
 def test_what_is_longer_than_said_is_left_out(normal):

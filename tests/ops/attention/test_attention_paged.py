@@ -11,15 +11,17 @@ from fuzz import attentions
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.boundary import boundary
 
 ours, write = jc.ops.paged_dot_product_attention, jc.ops.write_pages
 SCORES_AT_A_TIME = 60
 
 
-def cache(normal, t=5, e=8):
-    """query, key and value pages, and a page table in random order; some pages are unused."""
+def cache(normal, t=5, e=8, tokens=None):
+    """query, key and value pages, and a page table in random order; some pages are unused. With
+    ``tokens`` queries are packed."""
     table = np.random.default_rng(0).permutation(21)[:18].reshape(3, 6)
-    shapes = (3, t, 4, 8), (21, 4, 2, 8), (21, 4, 2, e)
+    shapes = (tokens, 4, 8) if tokens else (3, t, 4, 8), (21, 4, 2, 8), (21, 4, 2, e)
     return *(normal(shape) for shape in shapes), jnp.asarray(table, "int32")
 
 
@@ -56,6 +58,56 @@ def test_each_example_sees_the_tokens_of_its_pages(name, normal):
     )
     got = outcome(call(table, lengths, **given), operands, *along)
     agree(got, outcome(call(table, lengths, attentions._paged, **given), operands, *along))
+
+
+RAGGED = {"query_offsets": np.array([0, 6, 6, 9], "int32"), "max_query_length": 6}
+WIDE = jnp.array([[4, 0, 1], [7, 2, 2], [9, 3, 5]], "int32")  # pages of 8 values
+FURTHER = {  # queries, further operands, options
+    "one, sink": (1, ["sink"], CAUSAL),
+    "sink": (5, ["sink"], CAUSAL),
+    "bias": (5, ["bias"], {"query_seq_lengths": jnp.array([2, 5, 0], "int32")}),
+    "ragged": (6, [], {**RAGGED, **CAUSAL}),
+    "all": (6, ["bias", "sink"], {**RAGGED, "local_window_size": (7, 2), "value_page_table": WIDE}),
+    "pages and heads of values": (5, [], {**CAUSAL, "value_page_table": WIDE}),
+}
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", FURTHER)
+def test_biases_sinks_packed_queries_and_pages_of_another_size(name, normal):
+    count, more, given = FURTHER[name]
+    tokens = 11 if "query_offsets" in given else None
+    *operands, table = cache(normal, t=count, e=6, tokens=tokens)
+    if "value_page_table" in given:
+        operands[2] = normal((10, 8, 4 if "heads" in name else 2, 6))
+    shapes = {"bias": (3 if tokens else 1, 4, count, 24), "sink": (4,)}
+    operands += [normal(shapes[name]) for name in more]
+    lengths = jnp.array([24, 9, 0] if not tokens else [24, 9, 5], "int32")
+    along = [normal((*operands[0].shape[:-1], 6)), normal(operands[0].shape[:-1])]
+
+    def of(attend):
+        def run(q, k, v, *others):
+            named = dict(zip(more, others, strict=True))
+            return call(table, lengths, attend, **given, **named)(q, k, v)
+
+        return outcome(run, operands, *along)
+
+    agree(of(ours), of(attentions._paged))
+
+
+def test_packed_queries_are_read_and_written_in_bounds(normal):
+    *operands, table = cache(normal, tokens=11)
+    given = {"max_query_length": 4, "page_table": table, "key_value_seq_lengths": LENGTHS}
+    got = ours(*operands, query_offsets=jnp.array([0, 6, 2, 99], "int32"), **given)
+    assert not got[4:].any()  # longer than said, and between offsets that are not in order
+    assert got[:2].any()
+    (spec,) = graphs_of(call(table, LENGTHS, **RAGGED), *operands)
+    wild = [jnp.full(t.shape, 2**30, t.dtype) for t in spec.input_tensors]
+    found = dict(zip(spec.inputs, boundary(spec).clipped(wild), strict=True))
+    for port, name in spec.calls[0].inputs:
+        if port in ("ragged_offset_q", "ragged_offset_o", "ragged_offset_stats"):
+            assert (found[name] <= 11 * 32).all()
+    assert not found[dict(spec.calls[0].inputs)["seq_len_q"]].any()
 
 
 def test_nothing_is_read_behind_the_lengths_and_out_of_range(normal):

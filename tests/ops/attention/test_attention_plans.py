@@ -46,8 +46,9 @@ def plans_of(row, gpu):
         return [*jc.plans(gradients(function, range(count)), *avals).values()]
 
 
-OFTEN = ("row of bias", "dropout and all", "qkv", "packed, bias", "small pages", "fp8",
-         "softcap, lengths", "documents", "row", "cases", "all equal, bias")  # fmt: skip
+OFTEN = ("row of bias", "dropout and all", "qkv", "packed, bias", "packed, dropout and all",
+         "small pages", "pages, packed queries", "fp8", "softcap, lengths", "documents", "row",
+         "cases", "all equal, bias")  # fmt: skip
 OTHERS = [("row of bias", "A100"), ("sink, lengths", "A100"), ("packed, window", "B200"),
           ("pages, prefill", "B200"), ("softcap, window", "B200"),
           *((name, "B200") for name in ON_BLACKWELL)]  # fmt: skip

@@ -50,10 +50,10 @@ def in_one(qkv, bias=None):
 ENDS = np.array([[0, 7, 7, 20, 31], [0, 3, 10, 11, 25], [5, 9, 20, 30, 40]], "int32")
 
 
-def packed(q, k, v, ends=ENDS[0]):
+def packed(q, k, v, ends=ENDS[0], **given):
     """Over one array of heads, (T, N, H) each."""
     return jc.ops.packed_dot_product_attention(
-        q, k, v, query_offsets=jnp.asarray(ends), max_query_length=16, is_causal=True
+        q, k, v, query_offsets=jnp.asarray(ends), max_query_length=16, is_causal=True, **given
     )
 
 
@@ -61,8 +61,8 @@ TABLES = np.array([[[3, 1]], [[0, 4]], [[2, 2]]], "int32")
 LENGTHS = np.array([[7], [2], [0]], "int32")
 
 
-def paged(q, k, v, table=TABLES[0], lengths=LENGTHS[0]):
-    given = {"page_table": jnp.asarray(table), "key_value_seq_lengths": jnp.asarray(lengths)}
+def paged(q, k, v, table=TABLES[0], lengths=LENGTHS[0], **given):
+    given |= {"page_table": jnp.asarray(table), "key_value_seq_lengths": jnp.asarray(lengths)}
     return jc.ops.paged_dot_product_attention(q, k, v, **given, is_causal=True)
 
 
@@ -93,7 +93,16 @@ VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of e
     ),
     "qkv": (in_one, [(2, 9, 8, 8), (1, 4, 9, 9)], (0, None), 6),
     "offsets": (packed, [*FEW, ENDS], (0, 0, 0, 0), 40),
+    "dropped packed": (
+        lambda q, k, v, x: packed(
+            q, k, v, dropout_rate=0.3, dropout_rng=x.astype("uint32"), sink=jnp.ones(2)),
+        [*FEW, np.arange(6).reshape(3, 2)], (0, None, None, 0), 40,
+    ),
     "pages": (paged, [*PAGES, TABLES, LENGTHS], (0, None, None, 0, 0), 3),
+    "pages, bias, sink": (
+        lambda *x: paged(*x[:3], bias=x[3], sink=jnp.ones(2)),
+        [*PAGES, (1, 2, 2, 8)], (0, None, None, 0), 3,
+    ),
     "score_mod": (modified, [*HEADS, (1, 4, 1, 1)], (0, 0, 0, None), 3),
     "score_mod, bias": (
         lambda q, k, v, x: ours(q, k, v, x, score_mod=lambda s, *_: jnp.tanh(s)),
