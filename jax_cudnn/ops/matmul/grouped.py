@@ -165,7 +165,8 @@ class MoeGroupedMatmul(Grouped):
         "-> OUT_0: one m n"
     )
     about = About(
-        requires="float8 needs SM 90; planned alone; the end of the last group needs cuDNN 9.28",
+        requires="float8 needs SM 90; gathered rows are a multiple of the tokens; planned alone; the "
+        "end of the last group needs cuDNN 9.28",
         jax_names=("ragged_dot", "ragged_dot_general"),
     )
     examples = (
@@ -176,7 +177,7 @@ class MoeGroupedMatmul(Grouped):
             token=(1, 24, 32),
             weight=(3, 32, 16),
             first_token_offset=(7, 1, 1),
-            token_index=(1, 40, 1),
+            token_index=(1, 48, 1),
         ),
         _example("float32", token=(1, 24, 16), weight=(1, 16, 8), first_token_offset=(2, 1, 1)),
     )
