@@ -66,7 +66,7 @@ def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
 
 def _example(dtype: str, attributes: Any = None, **inputs: Shape) -> Example:
     positions = dict.fromkeys((port for port in inputs if port in _POSITIONS), "int32")
-    return Example(inputs, dtype, attributes or {}, positions, alone="weight" in inputs)
+    return Example(inputs, dtype, attributes or {}, positions)
 
 
 @frozen
@@ -165,8 +165,8 @@ class MoeGroupedMatmul(Grouped):
         "-> OUT_0: one m n"
     )
     about = About(
-        requires="float8 needs SM 90; gathered rows are a multiple of the tokens; planned alone; the "
-        "end of the last group needs cuDNN 9.28",
+        requires="planned alone; float8 needs SM 90; gathered rows are a multiple of the tokens; "
+        "cuDNN 9.28 for SCATTER, for the end of the last group, and for weights in row-major order",
         jax_names=("ragged_dot", "ragged_dot_general"),
     )
     examples = (
