@@ -379,7 +379,7 @@ class _Copy:
             result.set_data_type(data_type)
 
 
-_INSTEAD = dict.fromkeys(
+_INSTEAD: dict[str, str] = dict.fromkeys(
     ("rope", "rope_bwd"), "jax_cudnn.ops.rotary_embedding on the arrays, before or after the graph"
 )
 
