@@ -103,11 +103,46 @@ def _block_scale_dequantize(node, input, descale):
     return input * each[:, 0]
 
 
+def _groups(offsets, rows, experts):
+    """The expert and the rows of each group."""
+    starts = np.maximum.accumulate(np.clip(np.ravel(offsets), 0, rows)).astype(int)
+    if experts == 1 or len(starts) % experts:
+        *starts, end = starts
+    else:
+        end = rows
+    ends = [*starts[1:], end]
+    for i, (start, stop) in enumerate(zip(starts, ends, strict=True)):
+        yield i % experts, slice(start, stop)
+
+
+def _grouped(node, token, weight, first_token_offset, token_index=None, token_ks=None):
+    rows, index = token[0], None if token_index is None else np.ravel(token_index).astype(int)
+    if node.mode == "GATHER":
+        rows = rows[np.clip(index, 0, len(rows) - 1)]
+    product, place = np.zeros((1, len(rows), weight.shape[2])), np.arange(len(rows))
+    if node.mode == "SCATTER":
+        slot = np.clip(np.ravel(token_ks).astype(int), 0, node.top_k - 1)
+        place = np.clip(index, 0, len(rows) // node.top_k - 1) * node.top_k + slot
+    for expert, own in _groups(first_token_offset, len(rows), len(weight)):
+        product[0, place[own]] = rows[own] @ weight[expert]
+    return product
+
+
+def _grouped_bwd(node, doutput, token, first_token_offset):
+    shape = node.out_dims or (len(first_token_offset), token.shape[2], doutput.shape[2])
+    result = np.zeros(shape)
+    for expert, own in _groups(first_token_offset, token.shape[1], shape[0]):
+        result[expert] += token[0, own].T @ doutput[0, own]
+    return result
+
+
 OPERATIONS = {
     "block_scale_quantize": _block_scale_quantize,
     "block_scale_dequantize": _block_scale_dequantize,
     **oracle_shapes.OPERATIONS,
     "matmul": lambda node, A, B: A @ B,
+    "moe_grouped_matmul": _grouped,
+    "moe_grouped_matmul_bwd": _grouped_bwd,
     "bias": lambda node, input, bias: input + bias,
     "add": lambda node, a, b: a + b,
     "mul": lambda node, a, b: a * b,

@@ -291,6 +291,7 @@ class _Copy:
                 "jax_cudnn does not support this operation",
                 expected=", ".join(REGISTRY),
                 got=method,
+                fix=_INSTEAD.get(method),
             )
         cls, params = REGISTRY[method], dict(node.params)
         operands = {
@@ -392,6 +393,10 @@ class _Copy:
         if not is_unset(data_type):
             result.set_data_type(data_type)
 
+
+_INSTEAD: dict[str, str] = dict.fromkeys(
+    ("rope", "rope_bwd"), "jax_cudnn.ops.rotary_embedding on the arrays, before or after the graph"
+)
 
 # Kinds of nodes that are not named like their method.
 _METHODS: dict[str, str] = {

@@ -24,12 +24,13 @@ def product_jvp(
     A plan holds one product. Later operations are fused into the plan of the first product; the
     results of the remaining ones are written and rounded like arrays.
     """
-    terms, dtype = [], widest(x._state for x in inputs.values())
+    factors = {port: x for port, x in inputs.items() if port not in self.indices.positions}
+    terms, dtype = [], widest(x._state for x in factors.values())
     for port, tangent in tangents.items():
-        operands = {**inputs, port: tangent}
+        operands = {**factors, port: tangent}
         if len({x._state.dtype for x in operands.values()}) > 1:
-            operands = alike(g, operands, {p: x._state for p, x in inputs.items()})
-        terms += g.apply(self, **operands)
+            operands = alike(g, operands, {p: x._state for p, x in factors.items()})
+        terms += g.apply(self, **{**inputs, **operands})
     terms[1:] = [g.rounded(term, dtype) for term in terms[1:]]
     return {next(iter(outputs)): g.sum(terms)}
 

@@ -1,3 +1,4 @@
 """Matrix products."""
 
+from . import grouped as grouped
 from . import nodes as nodes

@@ -57,10 +57,25 @@ def float8(g, q, k, v, n, one):
     return g.sdpa_fp8(q, k, v, seq_len_q=n, seq_len_kv=n, **factors)[0]
 
 
+@jc.graph
+def experts(g, token, weight, offsets, index, ks):
+    how = {"token_index": index, "token_ks": ks, "mode": "SCATTER", "top_k": 2}
+    return g.moe_grouped_matmul(token, weight, offsets, **how)
+
+
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
 PAGES = [S((9, 16, 2, 64), "bfloat16")] * 2
 TABLE = S((3, 4), "int32")
 GRAPHS = {
+    "experts": (
+        experts,
+        [
+            S((1, 64, 32), "bfloat16"),
+            S((4, 32, 64), "bfloat16"),
+            S((4, 1, 1), "int32"),
+            *[S((1, 64, 1), "int32")] * 2,
+        ],
+    ),
     "packed": (packed, TOKENS),
     "packed_backward": (gradients, TOKENS),
     "decode": (paged, [S((3, 1, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
@@ -132,6 +147,11 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
                     assert x.max() <= np.prod(shapes[array]), port
         elif port.startswith("page_table"):
             assert x.max() < 9
+    if name == "experts":
+        assert found["first_token_offset"].max() <= 64
+        assert (np.diff(found["first_token_offset"].ravel()) >= 0).all()
+        assert found["token_index"].max() < 32
+        assert found["token_ks"].max() < 2
     if name in ("pages", "decode"):
         assert found["seq_len_kv"].max() <= 4 * 16
         assert found["seq_len_q"].max() <= shapes["q"][1]

@@ -24,6 +24,8 @@ _JOINED = {"add": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 ROLES = {
     "matmul_1_float16": "A0 B0 C0 | A1 C1 | A2 B1 -> C add | B2 C2",
     "matmul_6_float16": "A0 C0 | A1 C1 | A2 C2 | A3 B2 -> C add | B3 C3",
+    "moe_grouped_matmul_0_bfloat16": "OUT_02 weight2",  # rows are of groups
+    "moe_grouped_matmul_bwd_0_bfloat16": "doutput2 dweight2 | dweight1 token2",
     "conv_fprop_0_bfloat16": "Y0 image0 | image1 weight1 -> Y add | Y1 weight0",
     "conv_fprop_7_float32": "Y0 image0 | Y1 image1 weight0",  # in groups
     "conv_dgrad_0_bfloat16": "DX0 loss0 | filter0 loss1 -> DX add | DX1 filter1",

@@ -1,0 +1,399 @@
+"""Products of groups of rows with the weights of their experts: mixture of experts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.builder import register
+from ..._core.graph.dims import Dims, Shape, integers
+from ..._core.graph.dtypes import PRODUCTS, arithmetic
+from ..._core.graph.node import ROW_MAJOR, Anchor, Edge, Fold, Indices, Node, Work, frozen
+from ..._core.graph.planned import About, Example
+from ..._core.graph.promotion import product_dtype, product_operands
+from ..._core.reasons import Kind, Reason
+from ..transformations import alike, along, product_jvp
+from .nodes import turned
+
+if TYPE_CHECKING:
+    from ..._core.graph.node import Tensors, Values
+    from ..._core.graph.spec import GraphSpec, Tensor
+    from ..._core.graph.tensor import GraphTensor
+    from ..._core.transforms.derivation import Derivation
+
+MODES = ("NONE", "GATHER", "SCATTER")
+_POSITIONS = ("first_token_offset", "token_index", "token_ks")
+_ENDS = 92800  # the first cuDNN that was seen to take the end of the last group
+
+
+def _ends(offsets: int, experts: int) -> bool:
+    """Whether this many offsets include the end of the last group; GraphError if they do not fit.
+
+    The number of groups is a multiple of that of the experts, by which the frontend tells both
+    forms apart. A single expert needs the end.
+    """
+    if experts > 1 and offsets and offsets % experts == 0:
+        return False
+    if experts and offsets > 1 and (offsets - 1) % experts == 0:
+        return True
+    raise GraphError(
+        "first_token_offset has the wrong number of entries",
+        expected=f"for {experts} experts the starts of a multiple of {experts} groups, or one "
+        "entry more, the end of the last group (needed for a single expert)",
+        got=f"{offsets} entries",
+    )
+
+
+def _bounds(offsets: jax.Array, rows: int) -> jax.Array:
+    """Offsets in [0, rows] that do not decrease."""
+    return jax.lax.cummax(jnp.clip(offsets, 0, rows), axis=0)
+
+
+def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
+    """The expert of each row, (rows, 1); -1 for rows of no group."""
+    bounds = _bounds(offsets.reshape(-1), rows)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    group = jnp.sum(bounds <= row, axis=1, keepdims=True, dtype=jnp.int32) - 1
+    found = jnp.where(group >= 0, group % experts, -1)
+    return jnp.where(row < bounds[-1], found, -1) if _ends(len(bounds), experts) else found
+
+
+def _example(dtype: str, attributes: Any = None, **inputs: Shape) -> Example:
+    positions = dict.fromkeys((port for port in inputs if port in _POSITIONS), "int32")
+    return Example(inputs, dtype, attributes or {}, positions)
+
+
+@frozen
+class Grouped(Node):
+    """What both products share."""
+
+    anchor = Anchor(product=True, order=ROW_MAJOR)
+    dtypes = (*PRODUCTS, "int32")
+    indices = Indices(positions=_POSITIONS)
+
+    def check(self, inputs: Mapping[str, Tensor], shapes: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises if dtypes are wrong, or shapes, in which None stands for any size."""
+        for port, tensor in inputs.items():
+            allowed = ("int32",) if port in _POSITIONS else self.dtypes[:-1]
+            got = f"{port}: {tensor.dtype}{list(tensor.shape)}"
+            if tensor.dtype not in allowed:
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype", expected=", ".join(allowed), got=got
+                )
+            wanted = shapes[port]
+            fits = len(wanted) == len(tensor.shape) and all(
+                size in (None, own) for size, own in zip(wanted, tensor.shape, strict=True)
+            )
+            if not fits:
+                text = ", ".join("any" if size is None else str(size) for size in wanted)
+                raise GraphError(f"{port!r} has the wrong shape", expected=f"({text})", got=got)
+
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        if len({tensors[port].dtype for port in self.ports.input_names[:2]}) > 1:
+            return Reason("its operands have different dtypes", Kind.DTYPE)
+        if graph.has_float32_product and graph.options.precision in ("high", "highest"):
+            return Reason("cuDNN multiplies float32 in TF32 only", Kind.DTYPE)
+        if len(graph.calls) > 1:
+            # Only operands are clipped, and a row of no group is not written.
+            return Reason("it is planned alone: nothing else in its plan was measured")
+        return None
+
+    def linear_in(self, ports: Collection[str]) -> bool:
+        return len(ports) == 1 and not {*ports} & {*_POSITIONS}
+
+    jvp = product_jvp
+
+    def known(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> tuple[str, dict[str, GraphTensor]]:
+        """The factor whose cotangent is asked for, and the other with that of the result."""
+        factors = {port: tensors[port] for port in self.ports.input_names[:2]}
+        given = {port: x for port, x in inputs.items() if port in factors}
+        (port,) = factors.keys() - given.keys()
+        return port, alike(g, {**given, **cotangents}, factors)
+
+    def boundary(self, tensors: Tensors) -> Edge:
+        initial = dict.fromkeys(self.results, 0.0)
+        return Edge(initial=initial, clipped=functools.partial(self.clipped, tensors))
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Offsets that do not decrease, in the bounds of the rows that are multiplied."""
+        rows = tensors["OUT_0" if "OUT_0" in tensors else "token"].shape[1]
+        return {"first_token_offset": _bounds(given["first_token_offset"], rows)}
+
+
+@register
+@frozen
+class MoeGroupedMatmul(Grouped):
+    r"""Grouped product of a mixture of experts: each row of a group times its expert's weight,
+    :math:`y_{rn} = \sum_k t_{rk} w_{e(r)kn}`.
+
+    Args:
+        token: (1, S, K), float, float8 or int8.
+        weight: (E, K, N), the dtype of ``token``. ``.set_stride`` on an operand declares that it
+            is stored transposed, which avoids a copy.
+        first_token_offset: (G, 1, 1) in int32: the row at which each group begins, for the first
+            one usually 0. G is a multiple of E, and group g has expert g mod E. The last group
+            ends with the last row, or with a further entry, (G + 1, 1, 1), there; E = 1 needs it.
+        token_index: (1, R, 1) in int32, for "GATHER" and "SCATTER".
+        token_ks: (1, R, 1) in int32, for "SCATTER".
+        mode: "NONE", "GATHER", "SCATTER", or a member of ``cudnn.moe_grouped_matmul_mode``.
+            "NONE": rows are those of ``token``. "GATHER": row r is ``token[token_index[r]]``, and
+            the result has R rows. "SCATTER": R = S, and row r of the product becomes row
+            ``token_index[r] * top_k + token_ks[r]`` of the result.
+        top_k: for "SCATTER", the experts of a token: S is a multiple of it.
+
+    Returns:
+        OUT_0, (1, S, N) or (1, R, N), accumulated in float32; in int32 for int8. Rows that no group
+        gives are 0; of a row that several rows are scattered to, any is taken.
+
+    Offsets count as at least the one before, and they and indices are clipped to their arrays.
+    Raises GraphError if shapes or mode do not fit, GraphTypeError for dtypes.
+    :func:`jax_cudnn.ops.ragged_dot` takes sizes of groups instead. Source: cuDNN frontend
+    documentation, "MoE Grouped Matmul".
+    """
+
+    method = "moe_grouped_matmul"
+    ports = Dims.parse(
+        "token: one s k, weight: e k n, first_token_offset: *f, ?token_index: *i, ?token_ks: *j "
+        "-> OUT_0: one m n"
+    )
+    about = About(
+        requires="planned alone; float8 needs SM 90; gathered rows are a multiple of the tokens; "
+        "cuDNN 9.28 for SCATTER, for the end of the last group, and for weights in row-major order",
+        jax_names=("ragged_dot", "ragged_dot_general"),
+    )
+    examples = (
+        _example("bfloat16", token=(1, 64, 32), weight=(4, 32, 48), first_token_offset=(4, 1, 1)),
+        _example(
+            "float16",
+            {"mode": "GATHER"},
+            token=(1, 24, 32),
+            weight=(3, 32, 16),
+            first_token_offset=(7, 1, 1),
+            token_index=(1, 48, 1),
+        ),
+        _example("float32", token=(1, 24, 16), weight=(1, 16, 8), first_token_offset=(2, 1, 1)),
+    )
+
+    mode: str = "NONE"
+    top_k: int = 1
+
+    @classmethod
+    def create(cls, *, mode: Any = "NONE", top_k: int = 1) -> MoeGroupedMatmul:
+        name = getattr(mode, "name", mode)
+        if name not in MODES:
+            raise GraphError(
+                "unknown mode", expected=" or ".join(map(repr, MODES)), got=shown(mode)
+            )
+        (count,) = integers("top_k", (top_k,), 1)
+        return cls(name, count)
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        sizes = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        needed = _POSITIONS[1 : 1 + MODES.index(self.mode)]
+        if {*inputs} & {*_POSITIONS[1:]} != {*needed}:
+            raise GraphError(
+                f"mode {self.mode!r} takes other operands",
+                expected=", ".join(needed) or "no token_index and no token_ks",
+                got=", ".join(inputs),
+            )
+        rows = sizes["s"]
+        index = inputs["token_index"].shape[1:2] if self.mode == "GATHER" else (rows,)
+        moves = dict.fromkeys(_POSITIONS[1:], (1, *index, 1))
+        token, weight = (1, None, None), (None, None, None)
+        offsets = {"first_token_offset": (None, 1, 1)}
+        self.check(inputs, {"token": token, "weight": weight, **offsets, **moves})
+        _ends(inputs["first_token_offset"].shape[0], inputs["weight"].shape[0])
+        if self.mode == "SCATTER" and isinstance(rows, int) and rows % self.top_k:
+            raise GraphError(
+                "the rows are not a multiple of top_k",
+                expected="top_k rows for each token",
+                got=f"{rows} rows, top_k={self.top_k}",
+            )
+        dtype = product_dtype({port: inputs[port] for port in ("token", "weight")})
+        made = inputs["token_index" if self.mode == "GATHER" else "token"].shape[1]
+        return {"OUT_0": ((1, made, inputs["weight"].shape[2]), dtype)}
+
+    def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        tokens = tensors["token"].shape[1]
+        most = {"token_index": tokens // self.top_k - 1, "token_ks": self.top_k - 1}
+        if self.mode == "GATHER":
+            most["token_index"] = tokens - 1
+        found = {p: jnp.clip(given[p], 0, size) for p, size in most.items() if p in given}
+        return super().clipped(tensors, given) | found
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        if self.mode != "NONE":
+            return NotImplemented
+        port, known = self.known(g, cotangents, inputs, tensors)
+        offsets = {"first_token_offset": inputs["first_token_offset"]}
+        if port == "token":
+            operands = {"token": known["OUT_0"], "weight": turned(g, known["weight"])}
+            (out,) = g.apply(self, **operands, **offsets)
+            return {port: out}
+        node = MoeGroupedMatmulBwd(tensors[port].shape, compute_data_type=self.compute_data_type)
+        (out,) = g.apply(node, doutput=known["OUT_0"], token=known["token"], **offsets)
+        return {port: out}
+
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
+        return along(self, "n", batched, tensors)
+
+    def work(self, tensors: Tensors) -> Work:
+        return Work(
+            2 * math.prod((*tensors["OUT_0"].shape, tensors["weight"].shape[1])), self.method
+        )
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        import cudnn
+
+        offsets, weight = tensors["first_token_offset"].get_dim(), tensors["weight"].get_dim()
+        if _ends(offsets[0], weight[0]) and cudnn.backend_version() < _ENDS:
+            raise RuntimeError("the end of the last group is an offset, which needs cuDNN 9.28")
+        mode = getattr(cudnn.moe_grouped_matmul_mode, self.mode)
+        return (pygraph.moe_grouped_matmul(**tensors, mode=mode, top_k=self.top_k, **common),)
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        token: jax.Array,
+        weight: jax.Array,
+        first_token_offset: jax.Array,
+        token_index: Any = None,
+        token_ks: Any = None,
+        *,
+        precision: Any = None,
+    ) -> tuple[jax.Array, ...]:
+        kind = arithmetic(self.compute_data_type)
+        token, weight = product_operands(token, weight, accumulator=kind)
+        rows = token[0]
+        if self.mode == "GATHER":
+            rows = rows[jnp.clip(token_index[0, :, 0], 0, len(rows) - 1)]
+        expert = _experts(first_token_offset, rows.shape[0], weight.shape[0])
+
+        def add(total: jax.Array, one: Any) -> tuple[jax.Array, None]:
+            number, matrix = one
+            own = jnp.where(expert == number, rows, 0)
+            part = jnp.matmul(own, matrix, precision=precision, preferred_element_type=kind)
+            return total + part, None
+
+        # Zeros that vary as the operands do, inside of shard_map, too.
+        zeros = jnp.matmul(rows * 0, weight[0] * 0, preferred_element_type=kind)
+        numbers = jnp.arange(weight.shape[0], dtype=jnp.int32)
+        result, _ = jax.lax.scan(add, jnp.zeros_like(zeros), (numbers, weight))
+        if self.mode == "SCATTER":
+            count = rows.shape[0]
+            index = jnp.clip(token_index[0], 0, count // self.top_k - 1)
+            slot = index * self.top_k + jnp.clip(token_ks[0], 0, self.top_k - 1)
+            place = jnp.where(expert < 0, count, slot)[:, 0]
+            # The row of each slot, as a gather has derivatives that a scatter lacks.
+            row = jnp.arange(count, dtype=jnp.int32)
+            row = jnp.full_like(row, -1).at[place].max(row, mode="drop")
+            result = jnp.where(row[:, None] < 0, 0, result[jnp.maximum(row, 0)])
+        return (result[None],)
+
+
+@register
+@frozen
+class MoeGroupedMatmulBwd(Grouped):
+    r"""Weight gradient of a grouped product: :math:`dw_{ekn} = \sum_{r: e(r)=e} t_{rk} dy_{rn}`.
+
+    Args:
+        doutput: (1, S, N), the gradient of the result.
+        token: (1, S, K), the rows, in the order of the groups.
+        first_token_offset: (G, 1, 1) or (G + 1, 1, 1) in int32, as for ``moe_grouped_matmul``.
+        out_dims: the shape of dweight; by default (G, K, N), one expert for each entry of
+            ``first_token_offset``. ``.set_dim([...])`` on the result is equivalent, as in pygraph.
+
+    Returns:
+        dweight, (E, K, N); 0 for experts without rows.
+
+    Dtypes and errors as of ``moe_grouped_matmul``. cuDNN has it from 9.22 on, with
+    CUDA 13 only: with CUDA 12 it runs in XLA. Source: cuDNN frontend documentation,
+    "MoE Grouped Matmul".
+    """
+
+    method = "moe_grouped_matmul_bwd"
+    ports = Dims.parse("doutput: one s n, token: one s k, first_token_offset: *f -> dweight: e k n")
+    about = About(requires="cuDNN 9.22 for CUDA 13; with CUDA 12 it runs in XLA; planned alone")
+    examples = (
+        _example("bfloat16", doutput=(1, 64, 48), token=(1, 64, 32), first_token_offset=(4, 1, 1)),
+        _example(
+            "float16",
+            {"out_dims": [3, 8, 16]},
+            doutput=(1, 24, 16),
+            token=(1, 24, 8),
+            first_token_offset=(7, 1, 1),
+        ),
+    )
+
+    out_dims: tuple[int, ...] | None = None
+
+    @classmethod
+    def create(cls, *, out_dims: Any = None) -> MoeGroupedMatmulBwd:
+        return cls(None if out_dims is None else integers("out_dims", out_dims))
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        row = (1, None, None)
+        self.check(inputs, dict.fromkeys(inputs, row) | {"first_token_offset": (None, 1, 1)})
+        offsets = inputs["first_token_offset"].shape[0]
+        shape = (self.out_dims or (offsets,))[0], sizes["k"], sizes["n"]
+        if self.out_dims not in (None, shape):
+            raise GraphError(
+                "out_dims do not fit",
+                expected=f"(E, {shape[1]}, {shape[2]})",
+                got=f"{self.out_dims}",
+            )
+        _ends(offsets, shape[0])
+        dtype = product_dtype({port: inputs[port] for port in ("doutput", "token")})
+        return {"dweight": (shape, dtype)}
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        port, known = self.known(g, cotangents, inputs, tensors)
+        weight = known["dweight"]
+        node = MoeGroupedMatmul(compute_data_type=self.compute_data_type)
+        operands = (
+            {"token": known["token"], "weight": weight}
+            if port == "doutput"
+            else {"token": known["doutput"], "weight": turned(g, weight)}
+        )
+        (out,) = g.apply(node, **operands, first_token_offset=inputs["first_token_offset"])
+        return {port: out}
+
+    def work(self, tensors: Tensors) -> Work:
+        rows, columns = tensors["doutput"].shape[1:]
+        return Work(2 * rows * columns * tensors["token"].shape[2], self.method)
+
+    def keywords(self) -> dict[str, Any]:
+        return {}
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        doutput: jax.Array,
+        token: jax.Array,
+        first_token_offset: jax.Array,
+        *,
+        precision: Any = None,
+    ) -> tuple[jax.Array, ...]:
+        kind = arithmetic(self.compute_data_type)
+        y, t = product_operands(doutput[0], token[0], accumulator=kind)
+        experts = (self.out_dims or first_token_offset.shape)[0]
+        expert = _experts(first_token_offset, t.shape[0], experts)
+
+        def one(number: jax.Array) -> jax.Array:
+            own = jnp.where(expert == number, t, 0)
+            return jnp.matmul(own.T, y, precision=precision, preferred_element_type=kind)
+
+        return (jax.lax.map(one, jnp.arange(experts, dtype=jnp.int32)),)
