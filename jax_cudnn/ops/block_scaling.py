@@ -239,7 +239,7 @@ class BlockScaleQuantize(BlockScaling):
     method = "block_scale_quantize"
     ports = Dims.parse("input: b m n -> Y: b m n, scale: *s")
     about = About(
-        requires="cuDNN 9.28, SM 100, behind a matmul, blocks along the innermost dimension",
+        requires="cuDNN 9.28, SM 100, after a matmul, blocks along the innermost dimension",
         rounding="scales are rounded up",
     )
     anchor = Anchor(keeps_dtypes=True)

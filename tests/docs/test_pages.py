@@ -17,7 +17,7 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph import trace
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.plans import plans, support
-from jax_cudnn.interop import built, makers, wrapper
+from jax_cudnn.interop import built, cache, pygraph, wrapper
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -85,7 +85,7 @@ def test_names_on_a_page_exist(page):
 
 
 @pytest.mark.parametrize(
-    "module", [trace, plans, support, built, makers, wrapper], ids=lambda m: m.__name__
+    "module", [trace, plans, support, built, cache, pygraph, wrapper], ids=lambda m: m.__name__
 )
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)

@@ -302,10 +302,8 @@ def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
     """The arrays with zeros after each batch element's lengths, and statistics of -inf: weights are
     0 there, and 0 times NaN is NaN."""
     found = dict(arrays)
-    for ports, port, first in (
-        (_OF_QUERIES, "seq_len_q", lengths.get("first", 0)),
-        (_OF_KEYS, "seq_len_kv", 0),
-    ):
+    of_queries = _OF_QUERIES, "seq_len_q", lengths.get("first", 0)
+    for ports, port, first in (of_queries, (_OF_KEYS, "seq_len_kv", 0)):
         for name in ports if port in lengths else ():
             if name in arrays:
                 x = arrays[name]
@@ -376,10 +374,9 @@ def _over_rows(
 
     def cut(name: str, x: jax.Array) -> jax.Array:
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
-        if name.startswith(OPERANDS):  # score_mod sees only existing operand values
-            padded = jnp.pad(x, behind, mode="edge")
-        else:
-            padded = jnp.pad(x, behind, constant_values=-jnp.inf if name == "stats" else 0)
+        how: Any = {"constant_values": -jnp.inf if name == "stats" else 0}
+        of_score_mod = name.startswith(OPERANDS)  # which sees only existing values
+        padded = jnp.pad(x, behind, **({"mode": "edge"} if of_score_mod else how))
         return jnp.moveaxis(padded.reshape(*x.shape[:3], blocks, count, *x.shape[4:]), 3, 0)
 
     def joined(x: jax.Array) -> jax.Array:
