@@ -87,6 +87,9 @@ XLA runs graphs and operations on float64 arrays in float64 throughout, derivati
 The tensor cores of SM90 accumulate float8 products with fewer bits than float32 (about 1e-4
 relative error, measured on an H200), whatever the compute type.
 
+`jc.ops.float8_matmul` rounds operands to float8: relative errors of random arrays, in the norm,
+are about 4 % for the result and 6 % for gradients. Its scales are powers of 2, which do not round.
+
 ## Determinism
 
 A plan gives the same bits in each run, except for engines with the note NONDETERMINISTIC, which

@@ -12,6 +12,8 @@ from .attention import MultiHeadAttention as MultiHeadAttention
 from .convolution import Conv as Conv
 from .convolution import ConvNormAct as ConvNormAct
 from .convolution import ConvTranspose as ConvTranspose
+from .float8 import Float8Scaling as Float8Scaling
+from .float8 import ScalingState as ScalingState
 from .linear import Einsum as Einsum
 from .linear import GatedMLP as GatedMLP
 from .linear import Linear as Linear

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from ..ops.arguments import chosen, promoted
 from ..ops.epilogue import Activation
 from ..ops.matmul.functions import MATMUL, product
 from ..ops.matmul.nodes import contracted
+from . import float8
 from .layer import ActivatedLayer, Operands, finished, unknown
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,6 +32,9 @@ class Linear(ActivatedLayer, nnx.Linear):
 
     Args:
         activation: as for ``jax_cudnn.ops.matmul``, or None.
+        float8: the product and its gradients in float8, ``jax_cudnn.ops.float8_matmul``:
+            ``"current"``, ``"delayed"`` or the first state of delayed scaling,
+            ``jax_cudnn.ops.DelayedScaling.create(..., operation="matmul")``. None: as in Flax.
         *args, **named: the arguments of ``nnx.Linear``.
 
     Shapes: x (..., in_features), result (..., out_features); kernel (in_features, out_features),
@@ -39,12 +44,29 @@ class Linear(ActivatedLayer, nnx.Linear):
     A custom ``dot_general``, a precision that cuDNN does not support, an ``out_sharding``, float64,
     complex and empty arrays fall back to Flax's implementation, followed by the activation.
 
+    In float8 bias and activation are computed in the dtype of the result, which cuBLASLt fuses. The
+    kernel is read as it is stored, so parameters in float32 have gradients in float32. Delayed
+    scaling has its state in ``scaling``, a :class:`Float8Scaling`.
+
+    Raises:
+        GraphError: float8 has none of these values, or there is a custom ``dot_general`` or a
+            precision besides.
+        GraphTypeError: a call in float8 with arrays that are not float32, bfloat16 or float16.
+
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
         >>> from flax import nnx
         >>> jnn.Linear(3, 4, activation="relu", rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
         (2, 4)
     """
+
+    own: ClassVar = {**ActivatedLayer.own, "float8": None}
+    float8: str | None
+    scaling: float8.Float8Scaling | None = None
+
+    def _keep(self, own: Mapping[str, Any]) -> None:
+        super()._keep(own)
+        float8.keep(self, own["float8"])
 
     @property
     def unfused(self) -> str | None:
@@ -53,6 +75,8 @@ class Linear(ActivatedLayer, nnx.Linear):
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        if self.float8 is not None:
+            return float8.product(self, inputs, out_sharding)
         operands = None if out_sharding is not None else _of_rows(self, inputs)
         if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
@@ -183,7 +207,7 @@ class GatedMLP(nnx.Module):
             for GLU, None for a bilinear layer.
         use_bias: whether the three ``nnx.Linear`` have a bias.
         rngs: as for ``nnx.Linear``.
-        **linear: other arguments of each ``nnx.Linear``.
+        **linear: other arguments of each :class:`Linear`, such as ``float8``.
 
     Shapes: x (..., in_features), result (..., out_features). Parameters are those of three
     ``nnx.Linear``: ``gate`` and ``up`` (in_features, hidden_features), ``down`` (hidden_features,
@@ -221,7 +245,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        found = _of_rows(up, x) if type(up) is Linear and up.activation is None else None
+        plain = type(up) is Linear and up.activation is None and up.float8 is None
+        found = _of_rows(up, x) if plain else None
         shape = None if found is None else (*found.x.shape[:-1], found.kernel.shape[-1])
         if found is None or gate.dtype.name != found.out or gate.shape != shape:
             return self.down(finished(gate, self.activation) * self.up(x))

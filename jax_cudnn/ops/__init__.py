@@ -22,6 +22,7 @@ from .convolution.functions import conv as conv
 from .convolution.functions import conv_transpose as conv_transpose
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .experts import expert_parallel as expert_parallel
+from .float8 import float8_matmul as float8_matmul
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .matmul.functions import matmul as matmul

@@ -120,12 +120,17 @@ def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
     for term in (bias, residual):
         if term is not None:
             wide = wide + term
+    return rounded(activated(wide, activation), out)
+
+
+def activated(y: jax.Array, activation: str | None) -> jax.Array:
+    """An activation of this name, in the dtype of y."""
+    if activation is None:
+        return y
     if activation == "gelu_exact":
-        wide = jax.nn.gelu(wide, approximate=False)
-    elif activation is not None:
-        name = "silu" if activation == "swish" else activation
-        wide = (jax.numpy.tanh if name == "tanh" else getattr(jax.nn, name))(wide)
-    return rounded(wide, out)
+        return jax.nn.gelu(y, approximate=False)
+    name = "silu" if activation == "swish" else activation
+    return (jax.numpy.tanh if name == "tanh" else getattr(jax.nn, name))(y)
 
 
 def like_result(residual: Any, shape: tuple[int, ...]) -> Any:

@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphTypeError, shown
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.reference import rounded
 from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags
-from ..scaling import E4M3, DelayedScaling, amax_of, largest, quantizable, scale_of
+from ..scaling import (
+    E4M3,
+    DelayedScaling,
+    amax_of,
+    check_scaling,
+    largest,
+    quantizable,
+    scale_of,
+)
 from .arguments import (
     BY_TOKEN,
     attributes,
@@ -169,12 +176,7 @@ def dot_product_attention_fp8(
         >>> jc.ops.dot_product_attention_fp8(q, k, k, is_causal=True).shape
         (2, 128, 8, 128)
     """
-    if scaling is not None and not isinstance(scaling, DelayedScaling):
-        raise GraphTypeError(
-            "scaling is not valid",
-            expected="a DelayedScaling, or None for current scaling",
-            got=shown(scaling),
-        )
+    check_scaling(scaling, "attention")
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
     (query, key, value), had_batch = batched(query=query, key=key, value=value)
     check_operands(query, key, value)

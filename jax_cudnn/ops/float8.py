@@ -1,0 +1,234 @@
+"""Matrix products in float8 for training: the product and both of its gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.reference import rounded
+from .._core.primitive import align_varying
+from .arguments import floating, preferred_dtype
+from .scaling import E4M3, E5M2, DelayedScaling, amax_of, check_scaling, quantizable, scale_of
+
+_DTYPES = "bfloat16", "float16", "float32"
+_EXPONENT = 0x7F800000  # of a positive float32
+
+
+class _Array(NamedTuple):
+    """What a gradient has of its operand: the dtype, and the sharding where it is explicit."""
+
+    dtype: str
+    sharding: Any
+
+    @classmethod
+    def of(cls, x: jax.Array, dtype: Any = None) -> _Array:
+        sharding = jax.typeof(x).sharding
+        explicit = bool(sharding.mesh.explicit_axes)
+        return cls(str(dtype or x.dtype), sharding if explicit else None)
+
+
+class _Kind(NamedTuple):
+    x: _Array
+    w: _Array
+    out: _Array
+
+
+class _Narrow(NamedTuple):
+    """An array in float8, ``array / scale`` of which approximates it, and its largest value."""
+
+    array: jax.Array
+    scale: jax.Array
+    amax: jax.Array
+
+
+def float8_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scaling: DelayedScaling | None = None,
+    *,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``jnp.matmul(x, w)`` with operands in float8, and both gradients likewise.
+
+    ``x`` and ``w`` are rounded to float8_e4m3fn and the gradient ``dy`` of the result to
+    float8_e5m2, each multiplied by a scale that maps it into range. The products ``x w``,
+    ``dy w^T`` and ``x^T dy`` read these and accumulate in float32. Scales are powers of 2, at most
+    ``max / amax`` with the largest finite value of the float8 dtype and the largest absolute value
+    of the array, so that scaling does not round. The residuals of x and w are in float8.
+
+    **Current scaling** (``scaling=None``): amax is that of the array.
+
+    **Delayed scaling** (``DelayedScaling.create(..., operation="matmul")``): amax is that of
+    earlier steps, which saves a pass over each array. The gradient with respect to ``scaling`` is
+    the state of the next step. Without it, ``dy`` has a current scale. Values out of range
+    saturate.
+
+    The products run in XLA: in cuBLASLt's float8 kernels where the GPU has them, elsewhere as
+    products of the same rounded values. Sizes that are multiples of 16 need no padding there.
+    Reverse mode of first order only.
+
+    Args:
+        x: (..., K) in bfloat16, float16 or float32.
+        w: (K, N), likewise; it may be wider than x, such as parameters in float32.
+        scaling: the state of delayed scaling, or None.
+        preferred_element_type: the dtype of the result, one of these three; by default the promoted
+            dtype of the operands. float16 costs a pass over the result: use bfloat16.
+        out_sharding: of the result, on a mesh with explicit axes, as in ``jnp.matmul``.
+
+    Returns: (..., N). NaN and infinite elements do not affect the scales, and give NaN in the rows
+    and columns that depend on them. Gradients have the dtypes of their operands. Relative errors of
+    random inputs, in the norm: about 4 % for the result, and 6 % for gradients. Under ``vmap`` each
+    element has its own scales, and products are then not in float8's kernels: merge a batch into
+    the rows of x. On sharded arrays the scales are those of the whole arrays; in
+    :func:`jax.shard_map`, of each device's.
+
+    Raises:
+        GraphTypeError: an operand is not an array of these dtypes, or scaling is not a state of
+            this operation.
+        GraphError: the shapes do not fit; second derivatives.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((4, 7, 32), "bfloat16"), jnp.ones((32, 16), "bfloat16")
+        >>> jc.ops.float8_matmul(x, w).shape
+        (4, 7, 16)
+        >>> state = jc.ops.DelayedScaling.create(16, operation="matmul")
+        >>> loss = lambda w, state: jc.ops.float8_matmul(x, w, state).sum()
+        >>> gradient, state = jax.jit(jax.grad(loss, (0, 1)))(w, state)
+        >>> state.scale.tolist()
+        [448.0, 448.0, 57344.0]
+    """
+    return product(x, w, scaling, preferred_element_type, out_sharding)[0]
+
+
+def product(
+    x: Any, w: Any, scaling: DelayedScaling | None, dtype: Any = None, out_sharding: Any = None
+) -> tuple[jax.Array, DelayedScaling | None]:
+    """The result of :func:`float8_matmul`, and the state with the largest values of x and w."""
+    x, w = _operand("x", x), _operand("w", w)
+    check_scaling(scaling, "matmul")
+    if not x.ndim or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise GraphError(
+            "the operands of float8_matmul do not fit",
+            expected="x (..., K) and w (K, N)",
+            got=f"x {x.shape}, w {w.shape}",
+            fix="pass w.T" if x.shape[-1:] == w.shape[1:] else None,
+        )
+    out = preferred_dtype(jnp.result_type(x, w) if dtype is None else dtype)
+    if out not in _DTYPES:
+        raise GraphTypeError(
+            "preferred_element_type is not valid", expected=", ".join(_DTYPES), got=out
+        )
+    x, w = align_varying((x, w))
+    kind = _Kind(_Array.of(x), _Array.of(w), _Array(out, out_sharding))
+    run: Any = _product
+    y, amax = run(kind, x, w, scaling)
+    if scaling is None:
+        return y, None
+    return y, lax.stop_gradient(scaling).updated(lax.stop_gradient(amax))
+
+
+def _operand(name: str, x: Any) -> jax.Array:
+    x = floating(name, x)
+    if str(x.dtype) not in _DTYPES:
+        raise GraphTypeError(
+            f"{name} cannot be rounded to float8", expected=", ".join(_DTYPES), got=str(x.dtype)
+        )
+    return x
+
+
+def _quantized(x: jax.Array, dtype: str, delayed: jax.Array | None) -> _Narrow:
+    amax = amax_of(jnp.where(jnp.isfinite(x), x, 0))
+    scale = _power_of_2(scale_of(amax, dtype) if delayed is None else delayed)
+    narrow = rounded(quantizable(x) * scale, dtype)
+    if delayed is not None:  # both in one pass: XLA would rather fuse the transposed copy
+        narrow, amax = lax.optimization_barrier((narrow, amax))
+    return _Narrow(narrow, scale, amax)
+
+
+def _power_of_2(scale: jax.Array) -> jax.Array:
+    """The largest one that is not above a scale. Its product with a float8 number is a bfloat16
+    number, which is how XLA recognises a product in float8."""
+    scale = jnp.clip(scale, 2.0**-120, 2.0**120)
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _dot(a: _Narrow, b: _Narrow, axes: Any, out: _Array) -> jax.Array:
+    """The product of what two arrays approximate; XLA passes arrays and scales to cuBLASLt."""
+    wide = "bfloat16" if out.dtype == "bfloat16" else "float32"
+    a_wide, b_wide = (n.array.astype(wide) * (1 / n.scale).astype(wide) for n in (a, b))
+    y = lax.dot_general(
+        a_wide, b_wide, (axes, ((), ())), preferred_element_type=wide, out_sharding=out.sharding
+    )
+    return y.astype(out.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    kind: _Kind, x: jax.Array, w: jax.Array, scaling: DelayedScaling | None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    y, narrow = _run(kind, x, w, scaling)
+    return y, {name: each.amax for name, each in narrow.items()}
+
+
+def _run(
+    kind: _Kind, x: jax.Array, w: jax.Array, scaling: DelayedScaling | None
+) -> tuple[jax.Array, dict[str, _Narrow]]:
+    scales = {} if scaling is None else scaling.scales()
+    arrays = {"x": x, "w": w}
+    narrow = {name: _quantized(each, E4M3, scales.get(name)) for name, each in arrays.items()}
+    return _dot(narrow["x"], narrow["w"], ((x.ndim - 1,), (0,)), kind.out), narrow
+
+
+def _forward(kind: _Kind, x: Any, w: Any, scaling: Any) -> Any:
+    """With CustomVJPPrimal for arrays, which says whether it is differentiated."""
+    leaves = jax.tree.leaves(scaling)
+    x, w, scaling = jax.tree.map(lambda leaf: leaf.value, (x, w, scaling))
+    y, narrow = _run(kind, x, w, scaling)
+    asked = any(leaf.perturbed for leaf in leaves)
+    kept = narrow, scaling if asked else None
+    return (y, {name: each.amax for name, each in narrow.items()}), kept
+
+
+def _backward(kind: _Kind, kept: Any, cotangents: Any) -> Any:
+    dy: Any = cotangents[0]
+    if isinstance(dy, SymbolicZero):
+        dy = jnp.zeros(dy.shape, dy.dtype)  # pyright: ignore[reportArgumentType]
+    (narrow, scaling), dy = _once((kept, dy))
+    x, w = narrow["x"], narrow["w"]
+    dtype, scale = (E5M2, None) if scaling is None else (scaling.grad_dtype, scaling.scales()["dy"])
+    of_y = _quantized(dy, dtype, scale)
+    rows = (*range(dy.ndim - 1),)
+    dx = _dot(of_y, w, ((dy.ndim - 1,), (1,)), kind.x)
+    dw = _dot(x, of_y, (rows, rows), kind.w)
+    if scaling is None:
+        return dx, dw, None
+    return dx, dw, scaling.updated({"x": x.amax, "w": w.amax, "dy": of_y.amax})
+
+
+_product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _once(arrays: Any) -> Any:
+    """The arrays, which cannot be differentiated: rounding to float8 has no useful derivative."""
+    return arrays
+
+
+@_once.defjvp
+def _once_jvp(primals: Any, tangents: Any) -> Any:
+    raise GraphError(
+        "float8_matmul has no second derivatives",
+        why="its gradient is a product of rounded values",
+        fix="differentiate twice in bfloat16: jc.ops.matmul, or layers with float8=None",
+    )
