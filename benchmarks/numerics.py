@@ -143,11 +143,12 @@ def _by_kind(node: type[Node], ask: Callable[[Node, dict[str, Tensor]], str]) ->
 
 
 def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
-    """The first example's operands of this type, but masks and what is always of another."""
+    """The first example's operands of this type, but masks, indices, and what is of another."""
     example = node.examples[0]
     variadic = {port.name for port in node.ports.inputs if port.variadic}
     kept = {"bool", "uint8"} | {*example.dtypes.values()} - {*node.dtypes}
-    masks = {name: given for name, given in example.dtypes.items() if given in kept}
+    others = {n for n, given in example.dtypes.items() if given in kept} | {*node.indices.positions}
+    masks = {name: given for name, given in example.dtypes.items() if name in others}
     arrays = {n: given for n, given in example.inputs.items() if not isinstance(given, float)}
     shapes = {
         name: (1,) * len(next(iter(arrays.values()))) if isinstance(given, float) else given

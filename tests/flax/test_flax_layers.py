@@ -44,7 +44,7 @@ def test_parameters_are_flaxs_and_of_shares_them(case: Case):
     assert one == other != {}
     assert nnx.graphdef(theirs) == before
     own = {"activation": "relu", "is_causal": True, "local_window_size": 3, "page_size": 4}
-    own["rope"] = jc.ops.rotary_embedding
+    own |= {"rope": jc.ops.rotary_embedding, "float8": "current"}
     given = {name: own[name] for name in case.ours.own}
     made = case.ours.of(case.made(case.ours, **given))
     assert {name: getattr(made, name) for name in given} == given

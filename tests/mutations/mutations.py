@@ -96,7 +96,7 @@ MUTATIONS = {
     # planning
     "key without the device": ("_core/planning/planner.py", 'key_text("plan", spec, known_as)', 'key_text("plan", spec, "")'),
     "memo without the device": ("_core/planning/planner.py", "_plans.get((key, identity(site)), lambda", "_plans.get((key, \"\"), lambda"),
-    "split's key without the options": ("_core/planning/placement.py", "known_losses, options)", "known_losses)"),
+    "split's key without the options": ("_core/planning/placement.py", "planner.identity(site), known_losses, options)", "planner.identity(site))"),
     "losses on other GPUs": ("_core/planning/losses.py", "measured = table().get(str(sm_version))\n    if measured is None:\n        return None\n    filed", "measured = table().get(\"90\")\n    if measured is None:\n        return None\n    filed"),
     "nondeterministic engines": ("_core/planning/choice.py", "notes.append(\"NONDETERMINISTIC\")", "pass"),
     "broadcasts read out of bounds": ("_core/planning/limits.py", "wrong = [list(dims) for dims in arrays if dims != out and list(dims) not in allowed]", "wrong = []"),
