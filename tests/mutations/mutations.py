@@ -20,7 +20,7 @@ MUTATIONS = {
     "rows that see no key have mean of all": ("ops/attention/masks.py", "        count = keys\n", ""),
     "shared bias shown with a full stride": ("ops/attention/bias.py", "strides[_QUERIES] = 0", "strides[_QUERIES] = strides[_KEYS]"),
     "packed offsets may leave the array": ("ops/attention/packed.py", "jnp.clip(found[offset] // size, 0, tokens)", "(found[offset] // size)"),
-    "one page too many": ("ops/attention/paged.py", "0, k[0] - 1)", "0, k[0])"),
+    "one page too many": ("ops/attention/paged.py", "0, pages - 1)", "0, pages)"),
     "buckets double": ("ops/bucketing.py", "step * math.ceil(", "2 * step * math.ceil("),
     "score_mod's operands swapped with the lengths": ("ops/attention/score_mod/written.py", "[everything[i] for i in read]", "[everything[i] for i in reversed(read)]"),
     # normalizations

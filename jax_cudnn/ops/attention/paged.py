@@ -147,12 +147,11 @@ class Paged(Storage):
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         """Page indices, offsets and lengths, clipped to the existing pages and queries."""
-        found = dict(given)
-        for port in _TABLES:
-            if port in given:
-                found[port] = jnp.clip(given[port], 0, tensors[port[-1]].shape[0] - 1)
-        offsets, (room, _) = clipped_offsets(self.indices.offsets, tensors, given)
-        found |= offsets
+        found, (room, _) = clipped_offsets(self.indices.offsets, tensors, given)
+        for table in _TABLES:
+            if table in given:
+                pages = tensors[table.removeprefix("page_table_")].shape[0]
+                found[table] = jnp.clip(given[table], 0, pages - 1)
         if room is not None:
             found["seq_len_q"] = jnp.minimum(found["seq_len_q"], room)
         return {**found, **clipped_lengths(self.scores(tensors), found)}
