@@ -65,9 +65,9 @@ def test_equal_seeds_give_equal_graphs_and_operands_in_every_process(monkeypatch
 
 
 def test_every_node_and_dtype_occurs_and_nothing_is_in_vain(many):
-    # Tests of their own have attention of float8's.
+    # Tests of their own have attention of float8's, and products of groups with any offsets.
     drawn = {method for graph in many for method in methods(graph.spec)}
-    assert drawn == {method for method in REGISTRY if "fp8" not in method}
+    assert drawn == {name for name in REGISTRY if "fp8" not in name and "moe" not in name}
     assert {len(graph.spec.calls) for graph in many} == {*range(LEAST, MOST + 1)}
     tensors = [tensor for graph in many for tensor in graph.spec.tensors]
     dtypes = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
