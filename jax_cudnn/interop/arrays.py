@@ -239,7 +239,7 @@ def as_int32(value: Any, name: str) -> Any:
     bounds = np.iinfo(np.int32)
     if isinstance(value, jax.Array) and value.dtype == np.int64:
         return jnp.clip(value, bounds.min, bounds.max).astype(np.int32)
-    if not isinstance(value, np.ndarray) or value.dtype != np.int64:
+    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype != np.int64:
         return value
     if value.size and not bounds.min <= value.min() <= value.max() <= bounds.max:
         raise GraphError(

@@ -183,7 +183,7 @@ def paged_node(
             fix="pass the page tables, seq_len_q and seq_len_kv",
         )
     storage = Paged(True, queries_heads_first=True)
-    if {"bias", "seed"} & {*operands}:  # of this number of keys
+    if {"bias", "seed", "dropout_mask"} & {*operands}:  # of this number of keys
         whole = storage.scores(operands)[3]
         storage = replace(storage, max_seq_len_kv=min(most or whole, whole))
     return StoredSdpa(node, storage)

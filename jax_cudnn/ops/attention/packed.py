@@ -39,6 +39,7 @@ _ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # with the padding a
 _EXAMPLES = ("bias", "dropout_mask", "sink_token", "stats")
 """Ports of arrays of rank 4 with a dimension of sequences, or 1."""
 ONE_QUERY = "cuDNN computes a single query of a sequence whatever its length"
+UNCOMPARED = "its engines' dropout masks have not been compared on a GPU"
 _BY_TOKEN = "ragged_offset_stats"
 
 
@@ -123,16 +124,8 @@ class Packed(Storage):
         stats = of_statistic(inputs, *self.scores(inputs)[:3])
         check_shapes(inputs, {**lengths, **offsets, "stats": stats})
         check_heads(heads, inputs["k"].shape[1], inputs["v"].shape[1])
-        for port in ("q", "k", "v", "o"):
-            size = math.prod(inputs[port].shape) if port in inputs else 0
-            if isinstance(size, int) and size >= _MOST:
-                raise GraphError(
-                    f"{port!r} has too many elements",
-                    expected="fewer than 2**31",
-                    got=f"{list(inputs[port].shape)}",
-                    why="offsets count elements in 32 bits",
-                    fix="split the sequences between several calls",
-                )
+        o, _ = self.made(inputs)
+        check_offsets({port: inputs[port].shape for port in ("q", "k", "v")} | {"O": o})
 
     def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         (t, h, _), (*_, e) = inputs["q"].shape, inputs["v"].shape
@@ -142,7 +135,9 @@ class Packed(Storage):
         return (tensors["seq_len_q"].shape[0], tensors["q"].shape[1], *self.limits)
 
     def refused(self, tensors: Tensors) -> Reason | None:
-        return Reason(ONE_QUERY) if self.max_seq_len_q == 1 else None
+        if self.max_seq_len_q == 1:
+            return Reason(ONE_QUERY)
+        return Reason(UNCOMPARED) if {"seed", "sink_token"} <= {*tensors} else None
 
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         """(tokens, heads, size) as sequences of the maximum length, each from its offset on."""
@@ -206,7 +201,8 @@ class Packed(Storage):
             return totals, _tokens(found["dQ"])
 
         zeros = {
-            name: (given[port] * 0).astype(wide_dtype(given[port])) for name, port in sums.items()
+            name: jnp.where(True, 0, given[port]).astype(wide_dtype(given[port]))
+            for name, port in sums.items()
         }
         which = blocks.example, blocks.first, blocks.queries
         totals, each = jax.lax.scan(step, zeros, which)
@@ -296,6 +292,20 @@ def place_offsets(
     for port, x in named.items():
         if (offset := tensors.get(offsets.get(port, ""))) is not None:
             x.set_ragged_offset(offset)
+
+
+def check_offsets(shapes: Mapping[str, Shape]) -> None:
+    """GraphError if offsets into arrays of these shapes do not fit 32 bits."""
+    for port, shape in shapes.items():
+        size = math.prod(shape)
+        if isinstance(size, int) and size >= _MOST:
+            raise GraphError(
+                f"{port!r} has too many elements",
+                expected="fewer than 2**31",
+                got=f"{list(shape)}",
+                why="offsets count elements in 32 bits",
+                fix="split the sequences between several calls",
+            )
 
 
 def clipped_offsets(

@@ -21,7 +21,9 @@ from .bias import LENGTHS, HasBias, clipped_lengths
 from .packed import (
     ONE_QUERY,
     QUERIES,
+    UNCOMPARED,
     begins,
+    check_offsets,
     clipped_offsets,
     of_statistic,
     place_offsets,
@@ -111,6 +113,8 @@ class Paged(Storage):
         offsets = dict.fromkeys(_OFFSETS, (b + 1, 1, 1, 1))
         check_shapes(inputs, {**tables, **offsets, **dict.fromkeys(LENGTHS, (b, 1, 1, 1))})
         check_heads(h, *(self._of(port, inputs)[0] for port in ("k", "v")))
+        if self.max_seq_len_q:
+            check_offsets({"q": inputs["q"].shape, "O": self.made(inputs)[0]})
         for port in ("k", "v"):
             if f"page_table_{port}" not in inputs and inputs[port].shape[0] != b:
                 raise GraphError(
@@ -134,7 +138,9 @@ class Paged(Storage):
         return min(self._of(port, tensors)[0] for port in ("k", "v"))
 
     def refused(self, tensors: Tensors) -> Reason | None:
-        return Reason(ONE_QUERY) if self.max_seq_len_q == 1 else None
+        if self.max_seq_len_q == 1:
+            return Reason(ONE_QUERY)
+        return Reason(UNCOMPARED) if "seed" in tensors else None
 
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         if self.max_seq_len_q and self.indices.offsets.get(port) in tensors:
@@ -210,7 +216,10 @@ class Paged(Storage):
             of = {"q": (q if by_heads else jnp.swapaxes(q, 0, 1))[None]}
             for port in ("k", "v"):
                 table = each.get(f"page_table_{port}")
-                pages = each[port][None] if table is None else arrays[port][table.reshape(-1)]
+                if table is None:
+                    pages = each[port][None]
+                else:
+                    pages = arrays[port][jnp.clip(table.reshape(-1), 0, arrays[port].shape[0] - 1)]
                 heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
                 whole = heads.reshape(len(heads), math.prod(heads.shape[1:3]), heads.shape[3])
                 of[port] = (whole if whole.shape[1] == keys else whole[:, :keys])[None]

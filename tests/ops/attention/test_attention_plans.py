@@ -191,6 +191,8 @@ REASONS = {  # a function and operands, words of the reason; on an H200 by defau
     "dropout from the last": (backward_of(dense(**DROPOUT, **LAST)),
         ["Bottom right causal mask", "of a related graph"]),
     "dropout and dBias": (backward_of(TABLE["dropout, bias"]), ["of a related graph"], "B200"),
+    "packed, dropout and sink": (backward_of(packed(n=4, k=4, sink=True, **DROPOUT)),
+        ["not been compared"]),
     "tiles": (backward_of(dense(block_mask=jnp.ones((1, 1, 1, 1), bool), t=128, s=128)),
         ["Blackwell GPU and cuDNN 9.26", "does not support a block mask"]),
     "packed": (backward_of(TABLE["packed, window"]), ["LSE is not supported"], "A100"),
