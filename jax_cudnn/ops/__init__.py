@@ -2,7 +2,6 @@
 
 from types import ModuleType as _ModuleType
 
-from . import block_scaling as block_scaling
 from . import movement as movement
 from . import pointwise as pointwise
 from . import pooling as pooling

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
-from ..._core.graph.dtypes import FP4
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
@@ -37,7 +36,6 @@ class Identity(Pointwise):
     """
 
     method = "identity"
-    dtypes = (*Pointwise.dtypes, FP4)
     algebra = Pointwise.algebra._replace(chooses=True)
     ports = Dims.parse("input: ... -> OUT_0: ...")
     about = About(jax_names=("positive",))
