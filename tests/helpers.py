@@ -135,3 +135,13 @@ def normal(key, *shapes, dtype="float32"):
 def cotangents_of(results, seed=1):
     random = np.random.default_rng(seed)
     return [jnp.asarray(random.standard_normal(r.shape), r.dtype) for r in results]
+
+
+def has_cudnn(version):
+    """Whether a cuDNN of this version or a later one is installed."""
+    from jax_cudnn._core.planning import frontend
+
+    try:
+        return frontend.load().backend_version() >= version
+    except (ImportError, RuntimeError, jc.JaxCudnnError):
+        return False

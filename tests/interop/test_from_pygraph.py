@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
-from helpers import normal
+from helpers import has_cudnn, normal
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, frontend
@@ -72,6 +72,8 @@ def test_nothing_of_a_node_is_lost(cudnn, name):
     """What the package emits for planning is the same after conversion and emission."""
     if not all(hasattr(cudnn.pygraph, call.node.method) for call in SPECS[name].calls):
         pytest.skip("cudnn.pygraph has no such operation")
+    if "moe_grouped" in name and not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     graph = emitted(cudnn, SPECS[name])
     assert described(emitted(cudnn, jc.from_pygraph(graph).spec)) == described(graph)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
+from helpers import has_cudnn
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import frontend
@@ -55,7 +56,8 @@ def test_extremes_of_scores_are_results(wanted, with_stats):
     if with_stats:
         np.testing.assert_allclose(rows[-1], largest + np.log(sums), rtol=1e-4, atol=1e-4)
     plan = function.plan(gpus=["H200"])["H200"]
-    assert len(plan.execution_plans) == len(plan.segments) == 1
+    if has_cudnn(92800):
+        assert len(plan.execution_plans) == len(plan.segments) == 1
 
 
 def test_results_that_attention_does_not_have_are_errors():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from helpers import has_cudnn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -222,6 +223,8 @@ def avals(mode="NONE", dtype="bfloat16", entries=8):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("mode", ["NONE", "GATHER", "SCATTER"])
 def test_each_mode_is_planned(mode):
+    if not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     with jc.implementation("cudnn"):
         plans = jc.plan(grouped(mode), avals(mode), gpus=["A100", "H200", "B200"])
     for plan in plans.values():
@@ -242,6 +245,8 @@ def test_weights_are_read_as_they_lie():
 
 @pytest.mark.deviceless
 def test_what_follows_runs_after_it():
+    if not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     relu = jc.graph(lambda g, given: g.relu(g.moe_grouped_matmul(**given)))
     (plan,) = jc.plan(relu, avals(), gpus=["H200"]).values()
     assert len(plan.execution_plans) == 1

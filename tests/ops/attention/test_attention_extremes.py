@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from helpers import same
+from helpers import has_cudnn, same
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -111,6 +111,8 @@ def test_they_are_sharded_with_the_queries(normal):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("wanted", [NAMES[:1], NAMES[1:], NAMES])
 def test_they_are_results_of_the_one_plan(wanted):
+    if not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     function = jc.graph(lambda g, *x: g.sdpa(*x, **dict.fromkeys(wanted, True)))
     x = jax.ShapeDtypeStruct((2, 4, 128, 64), "bfloat16")
     plan = jc.plan(function, x, x, x, gpus=["H200"])["H200"]
