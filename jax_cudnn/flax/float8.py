@@ -16,7 +16,15 @@ from ..ops.scaling import DelayedScaling, amax_of, check_scaling
 
 
 class ScalingState(nnx.Variable):
-    """A part of the state of delayed scaling: a Variable for filters, as ``nnx.BatchStat``."""
+    """A part of the state of delayed scaling: a Variable for filters, as ``nnx.BatchStat``.
+
+    Example:
+        >>> import jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.Linear(16, 32, float8="delayed", rngs=nnx.Rngs(0))
+        >>> [path[-1] for path, _ in nnx.to_flat_state(nnx.state(layer, jnn.ScalingState))]
+        ['amax_history', 'scale']
+    """
 
 
 class Float8Scaling(nnx.Module):

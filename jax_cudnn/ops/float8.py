@@ -37,6 +37,7 @@ class _Kind(NamedTuple):
     x: _Array
     w: _Array
     out: _Array
+    grad_dtype: str
 
 
 class _Narrow(NamedTuple):
@@ -129,7 +130,8 @@ def product(
             "preferred_element_type is not valid", expected=", ".join(_DTYPES), got=out
         )
     x, w = align_varying((x, w))
-    kind = _Kind(_Array.of(x), _Array.of(w), _Array(out, out_sharding))
+    grad_dtype = E5M2 if scaling is None else scaling.grad_dtype
+    kind = _Kind(_Array.of(x), _Array.of(w), _Array(out, out_sharding), grad_dtype)
     run: Any = _product
     y, amax = run(kind, x, w, scaling)
     if scaling is None:
@@ -206,8 +208,7 @@ def _backward(kind: _Kind, kept: Any, cotangents: Any) -> Any:
         dy = jnp.zeros(dy.shape, dy.dtype)  # pyright: ignore[reportArgumentType]
     (narrow, scaling), dy = _once((kept, dy))
     x, w = narrow["x"], narrow["w"]
-    dtype, scale = (E5M2, None) if scaling is None else (scaling.grad_dtype, scaling.scales()["dy"])
-    of_y = _quantized(dy, dtype, scale)
+    of_y = _quantized(dy, kind.grad_dtype, None if scaling is None else scaling.scales()["dy"])
     rows = (*range(dy.ndim - 1),)
     dx = _dot(of_y, w, ((dy.ndim - 1,), (1,)), kind.x)
     dw = _dot(x, of_y, (rows, rows), kind.w)

@@ -30,7 +30,7 @@ def quantize_weights(
             for one scale for each column.
 
     Returns:
-        (features, out) of int8, and scales of the kernel's dtype: (out,), or
+        (features, out) of int8, and scales of the kernel's dtype (float32 for float16): (out,), or
         (features // group_size, out).
 
     Raises:
@@ -61,7 +61,8 @@ def quantize_weights(
     groups = kernel.reshape(features // size if size else 1, size, out)
     groups = groups.astype(jnp.promote_types(kernel.dtype, jnp.float32))
     most = jnp.max(jnp.abs(groups), axis=1, initial=0)
-    scale = jnp.where(most == 0, 1, most / _LARGEST).astype(kernel.dtype)
+    dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype  # which may underflow
+    scale = jnp.where(most == 0, 1, most / _LARGEST).astype(dtype)
     quantized = jnp.round(groups / scale[:, None].astype(groups.dtype))
     quantized = jnp.clip(quantized, -_LARGEST, _LARGEST).astype(jnp.int8).reshape(kernel.shape)
     return quantized, scale[0] if group_size is None else scale

@@ -241,7 +241,8 @@ def _of_one(lhs: Any, rhs: Any, sizes: Any, kind: str, precision: Any) -> jax.Ar
         .at[group]
         .get(mode="fill", fill_value=0)
     )
-    return lhs * of_row
+    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    return jnp.where(group[:, None] < len(ends), lhs.astype(wide) * of_row.astype(wide), 0)
 
 
 def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:

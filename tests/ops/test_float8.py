@@ -292,3 +292,12 @@ def test_on_the_gpu(key):
     given = operands(key, shape=(4, 256, 512), features=1024)
     for got, want in zip(jax.jit(all_three)(*given), expected(*given), strict=True):
         assert error(got, want) < 1e-2
+
+
+def test_gradients_are_of_the_states_dtype():
+    state = jc.ops.DelayedScaling.create(4, operation="matmul", grad_dtype="float8_e4m3fn")
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+    for by in (0, (0, 2)):
+        made = jax.make_jaxpr(jax.grad(lambda *a: jc.ops.float8_matmul(*a).sum(), by))(x, w, state)
+        assert "f8_e5m2" not in str(made)
+        assert "f8_e4m3fn" in str(made)

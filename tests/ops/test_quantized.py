@@ -123,3 +123,9 @@ def test_vectors_and_empty_arrays():
     assert jc.ops.quantized_matmul(jnp.ones((0, 8)), kernel, scale).shape == (0, 4)
     kernel, scale = jc.ops.quantize_weights(jnp.ones((0, 4)))
     assert jc.ops.quantized_matmul(jnp.ones((2, 0)), kernel, scale).tolist() == [[0.0] * 4] * 2
+
+
+def test_small_weights_of_float16_stay():
+    w = jnp.full((8, 2), 1e-6, "float16")
+    kernel, scale = jc.ops.quantize_weights(w)
+    np.testing.assert_allclose(dequantized(kernel, scale), np.asarray(w, "float64"), rtol=0.01)

@@ -213,3 +213,8 @@ def test_where_a_compiled_program_reads_the_matrices(implementation, turned, mon
         entry = text[text.index("\nENTRY") :]
         copies.append(len(re.findall(r"= bf16\[4,(256,384|384,256)\]\S* (fusion|copy)\(", entry)))
     assert copies == ([0, 0] if implementation == "mosaic" else [turned, not turned])
+
+
+def test_rows_of_one_element_after_the_groups_are_0():
+    lhs = jnp.array([[1.0], [jnp.nan]])
+    assert jc.ops.ragged_dot(lhs, jnp.ones((1, 1, 2)), jnp.array([1])).tolist() == [[1, 1], [0, 0]]
