@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import GraphError
-from .graph.dtypes import FP8, is_floating, itemsize
+from .graph.dtypes import FP8, is_floating
 from .graph.spec import GraphSpec
 
 TF32_EPS = 2.0**-10
@@ -202,10 +202,9 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
 def _limit(spec: GraphSpec, dtype: str) -> float:
     """The tolerance of a result of a graph."""
     least = least_eps(spec)
-    floats = (t.dtype for t in spec.tensors if is_floating(t.dtype))
-    halves = (name for name in floats if itemsize(name) > 1)  # narrower ones are exact
+    halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in FP8)
     coarsest = 2 * max(least, *map(_eps, halves), 0.0)
-    return max(coarsest, _eps(dtype)) if itemsize(dtype) == 1 else coarsest
+    return max(coarsest, _eps(dtype)) if dtype in FP8 else coarsest
 
 
 def least_eps(spec: GraphSpec) -> float:

@@ -202,12 +202,10 @@ def _scaled(node: Node, inputs: Values, factor: jax.Array) -> dict[str, jax.Arra
     (own,) = (of.axes for of in node.ports.inputs if of.name == port)
     result = node.ports.outputs[0].axes
     (letter,) = {*own} & {*result}
-    if factor.ndim != inputs[port].ndim or factor.size not in (
-        1,
-        factor.shape[result.index(letter)],
-    ):
+    at = result.index(letter)
+    if factor.ndim != inputs[port].ndim or factor.size not in (1, factor.shape[at]):
         return None
-    factor = jnp.swapaxes(factor, own.index(letter), result.index(letter))
+    factor = jnp.swapaxes(factor, own.index(letter), at)
     factor = factor.astype(wide_dtype(inputs[port], factor))
     product = inputs[port].astype(factor.dtype) * factor
     return {**inputs, port: product.astype(inputs[port].dtype)}
