@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import lowered
+from helpers import has_cudnn, lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core import execution
@@ -137,6 +137,8 @@ def integers(spec, values):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
+    if name == "experts" and not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     plan, got = planned(name), []
 
     def call(target, results, **how):
