@@ -69,7 +69,7 @@ def _reduction(x, node):
 
 def _groups(offsets, rows, experts):
     """The expert and the rows of each group."""
-    starts = np.maximum.accumulate(np.clip(np.ravel(offsets), 0, rows)).astype(int)
+    starts = np.maximum.accumulate([0, *np.clip(np.ravel(offsets)[1:], 0, rows)]).astype(int)
     if experts == 1 or len(starts) % experts:
         *starts, end = starts
     else:

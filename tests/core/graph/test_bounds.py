@@ -236,6 +236,8 @@ def test_an_operand_of_two_ports_keeps_the_bounds_of_both():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GRAPHS)
 def test_plans_execute_with_integers_from_everywhere(name):
+    if name == "experts" and not has_cudnn(92800):
+        pytest.skip("cuDNN 9.28 plans it")
     function, avals = GRAPHS[name]
     with jc.implementation("cudnn"):
         plan = [*jc.plans(function, *avals).values()][-1]
