@@ -35,6 +35,8 @@ _MOST_ROWS = 2**30
 """A running sum of sizes above this is past the last row, and may not fit an int32."""
 _MOST_GROUPS = 256
 """The kernels unroll a loop over the groups."""
+_ROWS_TILED = 8
+"""The kernels read rows in tiles of this height."""
 
 
 def ragged_dot(
@@ -79,9 +81,9 @@ def ragged_dot(
 
     With ``implementation="mosaic"``, on GPUs with compute capability 9.0 (Hopper), JAX's own Mosaic
     kernels compute it, and its derivatives, without waiting for the sizes on the host: for bfloat16
-    and float16 with a result of the same dtype, K and N multiples of 64, 64 rows or more, and at
-    most 256 groups. Otherwise, and where XLA partitions the program, ``jax.lax.ragged_dot_general``
-    does; the kernels run in a ``jax.shard_map``. They are several times faster, but the tests of
+    and float16 with a result of the same dtype, K and N multiples of 64, M a multiple of 8
+    from 64 on, and at most 256 groups. Otherwise, and where XLA partitions the program,
+    ``jax.lax.ragged_dot_general`` does; the kernels run in a ``jax.shard_map``. They are several times faster, but the tests of
     this project have not run on them yet, so they are not the default. The kernel of the gradient
     of ``rhs`` multiplies rows next to a group with 0: they must be finite. Under ``vmap`` the
     products run sequentially.
@@ -329,7 +331,8 @@ def _blocks(lhs: Any, rhs: Any, sizes: Any, kind: str, out: str) -> tuple[int, i
         return None
     (rows, features), (groups,) = lhs.shape, sizes.shape
     side = _dividing(rhs.shape[1 if kind != ROWS else 2])
-    if not (_dividing(features) and side) or rows < _BLOCK_K or groups > _MOST_GROUPS:
+    fits = rows >= _BLOCK_K and rows % _ROWS_TILED == 0 and groups <= _MOST_GROUPS
+    if not (_dividing(features) and side and fits):
         return None
     if kind == WEIGHTS:  # it has 64-bit offsets with x64, and asks the first device for its SMs
         known = hasattr(jax.devices()[0], "core_count") and not jax.config.read("jax_enable_x64")

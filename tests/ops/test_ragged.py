@@ -277,7 +277,7 @@ def test_errors(given, options, told):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("rows", [4096, 1000, 100])
+@pytest.mark.parametrize("rows", [4096, 1000, 104, 100])
 @pytest.mark.parametrize(
     "parts", [[0.1, 0, 0.33, 0.57], [0, 0.3, 0.2, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
 )
@@ -289,5 +289,5 @@ def test_the_kernels_compute_what_float64_does(dtype, turned, rows, parts):
     )
     if jax.devices()[0].compute_capability == "9.0":
         calls = re.findall(r"custom_call @mosaic_gpu", program.as_text())
-        assert len(calls) == 3
+        assert len(calls) == (3 if rows % 8 == 0 else 0)
     near(program.compile()(*arrays, sizes), expected(*arrays, sizes, turned), 1e-2)
