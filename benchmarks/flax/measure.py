@@ -46,6 +46,7 @@ class Training:
     each step of a model of hundreds of parameters, more than some steps take on several GPUs.
 
     Attributes:
+        update: the step, of the model, its optimizer and a batch.
         program: the compiled step.
         text: the program in HLO.
         report: what ``accelerate`` swapped.
@@ -55,6 +56,7 @@ class Training:
     optimizer: nnx.Optimizer
     batch: Batch
     whole: bool = False  # whether jc.accelerate gets the whole step
+    update: Callable[..., jax.Array] = step
     program: Any = None
     text: str = ""
     report: Any = None
@@ -65,7 +67,7 @@ class Training:
 
         def run(arrays: list[jax.Array], *batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             both = nnx.merge(graph, jax.tree.unflatten(self._tree, arrays))
-            loss = step(*both, *batch)
+            loss = self.update(*both, *batch)
             return jax.tree.leaves(nnx.state(both)), loss
 
         run.__name__ = "step"

@@ -114,4 +114,26 @@ def product(layer: Any, x: jax.Array, out_sharding: Any) -> jax.Array:
     if held is not None and state is not None and not held.use_running_average:
         held.replace(state)
     y = y if bias is None else y + bias
-    return epilogue.activated(y, layer.activation)
+    return y if layer.activation is None else gated(y, layer.activation)
+
+
+def gated(y: jax.Array, activation: Any, by: jax.Array | None = None) -> jax.Array:
+    """``activation(y) * by`` in their dtype. It is computed again in the backward pass and where
+    it is rounded to float8: XLA would write and read more than what it is computed from."""
+
+    @jax.checkpoint
+    def run(y: jax.Array, by: jax.Array | None) -> jax.Array:
+        y = epilogue.activated(y, activation)
+        return y if by is None else y * by
+
+    return run(_unfused(y), by)
+
+
+@jax.custom_jvp
+def _unfused(y: jax.Array) -> jax.Array:
+    """A product whose activation XLA fuses with it, unless it is differentiated: in float8
+    cuBLASLt has no kernels that return both."""
+    return y
+
+
+_unfused.defjvp(lambda y, tangent: (lax.optimization_barrier(*y), *tangent))

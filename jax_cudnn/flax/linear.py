@@ -245,7 +245,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        plain = type(up) is Linear and up.activation is None and up.float8 is None
+        if isinstance(up, Linear) and up.float8 is not None:
+            return self.down(float8.gated(gate, self.activation, up(x)))
+        plain = type(up) is Linear and up.activation is None
         found = _of_rows(up, x) if plain else None
         shape = None if found is None else (*found.x.shape[:-1], found.kernel.shape[-1])
         if found is None or gate.dtype.name != found.out or gate.shape != shape:
