@@ -110,6 +110,16 @@ def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
     checkify.error_checks[primitive] = rule
 
 
+def in_order(x: jax.Array) -> jax.Array:
+    """An array that lies in memory in the order of its dimensions, where XLA would choose another.
+    Before JAX 0.11 it is as it was: its XLA gathers an array whose order is given."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    if jax.__version_info__ < (0, 11):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def program(ctx: Any) -> weakref.ref[Any]:
     """An object that is the same for all lowering rules of one program, and no other's: an ``id``
     comes back, when the module is gone."""

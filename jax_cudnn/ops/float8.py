@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
@@ -17,7 +18,8 @@ from .arguments import floating, preferred_dtype
 from .scaling import E4M3, E5M2, DelayedScaling, amax_of, check_scaling, quantizable, scale_of
 
 _DTYPES = "bfloat16", "float16", "float32"
-_EXPONENT = 0x7F800000  # of a positive float32
+_MANTISSA, _BIAS = 23, 127  # of a float32: bits after its exponent, and what this has added
+_MOST = 63  # of an exponent
 
 
 class _Array(NamedTuple):
@@ -41,10 +43,12 @@ class _Kind(NamedTuple):
 
 
 class _Narrow(NamedTuple):
-    """An array in float8, ``array / scale`` of which approximates it, and its largest value."""
+    """An array in float8: ``array / 2**exponent`` approximates it. The kernels of these products
+    read both operands along the summed dimensions, so it is kept with these last."""
 
-    array: jax.Array
-    scale: jax.Array
+    rows: jax.Array | None  # (..., last)
+    columns: jax.Array | None  # (last, ...)
+    exponent: jax.Array
     amax: jax.Array
 
 
@@ -62,7 +66,8 @@ def float8_matmul(
     float8_e5m2, each multiplied by a scale that maps it into range. The products ``x w``,
     ``dy w^T`` and ``x^T dy`` read these and accumulate in float32. Scales are powers of 2, at most
     ``max / amax`` with the largest finite value of the float8 dtype and the largest absolute value
-    of the array, so that scaling does not round. The residuals of x and w are in float8.
+    of the array, so that scaling does not round, and within 2**-63 and 2**63. The residuals of x
+    and w are in float8.
 
     **Current scaling** (``scaling=None``): amax is that of the array.
 
@@ -71,9 +76,9 @@ def float8_matmul(
     the state of the next step. Without it, ``dy`` has a current scale. Values out of range
     saturate.
 
-    The products run in XLA: in cuBLASLt's float8 kernels where the GPU has them, elsewhere as
-    products of the same rounded values. Sizes that are multiples of 16 need no padding there.
-    Reverse mode of first order only.
+    The products run in XLA: in float8 kernels of cuBLASLt or Triton where the GPU has them,
+    elsewhere as products of the same rounded values. Sizes that are multiples of 16 need no padding
+    there. Reverse mode of first order only.
 
     Args:
         x: (..., K) in bfloat16, float16 or float32.
@@ -148,55 +153,73 @@ def _operand(name: str, x: Any) -> jax.Array:
     return x
 
 
-def _quantized(x: jax.Array, dtype: str, delayed: jax.Array | None) -> _Narrow:
+@functools.partial(jax.jit, static_argnums=(1, 3, 4))  # outside of a jit a layout is a placement
+def _quantized(x: jax.Array, dtype: str, delayed: Any, rows: bool, columns: bool) -> _Narrow:
+    """An array in float8, in the orders that are asked for."""
     amax = amax_of(jnp.where(jnp.isfinite(x), x, 0))
-    scale = _power_of_2(scale_of(amax, dtype) if delayed is None else delayed)
-    narrow = rounded(quantizable(x) * scale, dtype)
-    if delayed is not None:  # both in one pass: XLA would rather fuse the transposed copy
-        narrow, amax = lax.optimization_barrier((narrow, amax))
-    return _Narrow(narrow, scale, amax)
+    exponent = _exponent(scale_of(amax, dtype) if delayed is None else delayed)
+    narrow = rounded(quantizable(x) * _power_of_2(exponent), dtype)
+    if delayed is None:
+        narrow = _stored(narrow)
+    else:  # amax is of the same pass
+        narrow, amax = _stored((narrow, amax))
+    turned = _stored(jnp.moveaxis(narrow, -1, 0)) if columns else None
+    return _Narrow(narrow if rows else None, turned, exponent, amax)
 
 
-def _power_of_2(scale: jax.Array) -> jax.Array:
-    """The largest one that is not above a scale. Its product with a float8 number is a bfloat16
-    number, which is how XLA recognises a product in float8."""
-    scale = jnp.clip(scale, 2.0**-120, 2.0**120)
-    bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT
-    return lax.bitcast_convert_type(bits, jnp.float32)
+def _stored(arrays: Any) -> Any:
+    """Arrays that are computed once and lie in memory in the order of their dimensions: XLA would
+    rather compute them, or choose an order, for each product."""
+    return lax.optimization_barrier(jax.tree.map(compat.in_order, arrays))
 
 
-def _dot(a: _Narrow, b: _Narrow, axes: Any, out: _Array) -> jax.Array:
-    """The product of what two arrays approximate; XLA passes arrays and scales to cuBLASLt."""
+def _exponent(scale: jax.Array) -> jax.Array:
+    """That of the largest power of 2 that is not above a scale. The sum of two is one, too."""
+    scale = jnp.clip(scale, 2.0**-_MOST, 2.0**_MOST)
+    return (lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA) - _BIAS
+
+
+def _power_of_2(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, jnp.float32)
+
+
+def _dot(a: Any, b: Any, summed: Any, exponent: jax.Array, out: _Array) -> jax.Array:
+    """The product of two arrays, divided by ``2**exponent``, which does not round.
+
+    Both are in float8: XLA drops a conversion to it and back, as excess precision.
+    """
     wide = "bfloat16" if out.dtype == "bfloat16" else "float32"
-    a_wide, b_wide = (n.array.astype(wide) * (1 / n.scale).astype(wide) for n in (a, b))
     y = lax.dot_general(
-        a_wide, b_wide, (axes, ((), ())), preferred_element_type=wide, out_sharding=out.sharding
+        a, b, (summed, ((), ())), preferred_element_type=wide, out_sharding=out.sharding
     )
-    return y.astype(out.dtype)
+    return (y * _power_of_2(-exponent).astype(wide)).astype(out.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(
     kind: _Kind, x: jax.Array, w: jax.Array, scaling: DelayedScaling | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    y, narrow = _run(kind, x, w, scaling)
+    y, narrow = _run(kind, x, w, scaling, differentiated=False)
     return y, {name: each.amax for name, each in narrow.items()}
 
 
 def _run(
-    kind: _Kind, x: jax.Array, w: jax.Array, scaling: DelayedScaling | None
+    kind: _Kind, x: jax.Array, w: jax.Array, scaling: DelayedScaling | None, differentiated: bool
 ) -> tuple[jax.Array, dict[str, _Narrow]]:
+    """The product, and operands in the orders of its gradients."""
     scales = {} if scaling is None else scaling.scales()
-    arrays = {"x": x, "w": w}
-    narrow = {name: _quantized(each, E4M3, scales.get(name)) for name, each in arrays.items()}
-    return _dot(narrow["x"], narrow["w"], ((x.ndim - 1,), (0,)), kind.out), narrow
+    of_x = _quantized(x, E4M3, scales.get("x"), True, differentiated)
+    of_w = _quantized(w, E4M3, scales.get("w"), differentiated, True)
+    exponent = of_x.exponent + of_w.exponent
+    y = _dot(of_x.rows, of_w.columns, ((x.ndim - 1,), (1,)), exponent, kind.out)
+    return y, {"x": of_x._replace(rows=None), "w": of_w._replace(columns=None)}
 
 
 def _forward(kind: _Kind, x: Any, w: Any, scaling: Any) -> Any:
     """With CustomVJPPrimal for arrays, which says whether it is differentiated."""
     leaves = jax.tree.leaves(scaling)
     x, w, scaling = jax.tree.map(lambda leaf: leaf.value, (x, w, scaling))
-    y, narrow = _run(kind, x, w, scaling)
+    y, narrow = _run(kind, x, w, scaling, differentiated=True)
     asked = any(leaf.perturbed for leaf in leaves)
     kept = narrow, scaling if asked else None
     return (y, {name: each.amax for name, each in narrow.items()}), kept
@@ -208,10 +231,11 @@ def _backward(kind: _Kind, kept: Any, cotangents: Any) -> Any:
         dy = jnp.zeros(dy.shape, dy.dtype)  # pyright: ignore[reportArgumentType]
     (narrow, scaling), dy = _once((kept, dy))
     x, w = narrow["x"], narrow["w"]
-    of_y = _quantized(dy, kind.grad_dtype, None if scaling is None else scaling.scales()["dy"])
-    rows = (*range(dy.ndim - 1),)
-    dx = _dot(of_y, w, ((dy.ndim - 1,), (1,)), kind.x)
-    dw = _dot(x, of_y, (rows, rows), kind.w)
+    delayed = None if scaling is None else scaling.scales()["dy"]
+    of_y = _quantized(dy, kind.grad_dtype, delayed, True, True)
+    last, rows = dy.ndim - 1, (*range(1, dy.ndim),)
+    dx = _dot(of_y.rows, w.rows, ((last,), (1,)), of_y.exponent + w.exponent, kind.x)
+    dw = _dot(x.columns, of_y.columns, (rows, rows), x.exponent + of_y.exponent, kind.w)
     if scaling is None:
         return dx, dw, None
     return dx, dw, scaling.updated({"x": x.amax, "w": w.amax, "dy": of_y.amax})

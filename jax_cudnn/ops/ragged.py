@@ -83,10 +83,10 @@ def ragged_dot(
     kernels compute it, and its derivatives, without waiting for the sizes on the host: for bfloat16
     and float16 with a result of the same dtype, K and N multiples of 64, M a multiple of 8
     from 64 on, and at most 256 groups. Otherwise, and where XLA partitions the program,
-    ``jax.lax.ragged_dot_general`` does; the kernels run in a ``jax.shard_map``. They are several times faster, but the tests of
-    this project have not run on them yet, so they are not the default. The kernel of the gradient
-    of ``rhs`` multiplies rows next to a group with 0: they must be finite. Under ``vmap`` the
-    products run sequentially.
+    ``jax.lax.ragged_dot_general`` does; the kernels run in a ``jax.shard_map``. They are several
+    times faster, but the tests of this project have not run on them yet, so they are not the
+    default. The kernel of the gradient of ``rhs`` multiplies rows next to a group with 0: they must
+    be finite. Under ``vmap`` the products run sequentially.
 
     Raises:
         GraphError: shapes do not fit, operands are sharded along explicit axes, there is a

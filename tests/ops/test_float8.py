@@ -225,9 +225,9 @@ def traffic(program):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_what_xla_makes_of_it(scaling, monkeypatch):
-    """Three products in float8, and few passes besides, in bytes of an element. Current scaling: 2
-    for the largest value, 2 to round it, and 2 written, one transposed. Delayed: 2 to round it, 1
-    written, 1 read to be transposed, 1 written."""
+    """Three products in float8, whichever kernels XLA has for them, and few passes besides, in
+    bytes of an element: 2 to round it, 1 written, 1 read to be transposed, 1 written; with current
+    scaling 2 more, for the largest value."""
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     m, k, n = 8192, 4096, 16384
     shapes = (8, m // 8, k), (k, n), (8, m // 8, n)
@@ -236,7 +236,15 @@ def test_what_xla_makes_of_it(scaling, monkeypatch):
     found, products = traffic(absent_gpus.compiled(all_three, *avals, *states))
     elements = m * k + k * n + m * n
     assert products == 3
-    assert found < {"current": 6.001, "delayed": 5.001}[scaling] * elements
+    most = {"current": 7.001, "delayed": 5.001 if jax.__version_info__ >= (0, 11) else 7.001}
+    assert found < most[scaling] * elements
+    text = absent_gpus.compiled(
+        all_three, *avals, *states, xla_gpu_enable_triton_gemm=True
+    ).as_text()
+    dots = re.findall(r" dot\(%(\S+), %(\S+)\)", text)
+    assert len(dots) == 3
+    for operand in sum(dots, ()):
+        assert re.search(rf"%{re.escape(operand)} = f8e\w+\[", text)
 
 
 @pytest.mark.deviceless

@@ -60,8 +60,8 @@ def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
     bounds = _bounds(offsets.reshape(-1), rows)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     group = jnp.sum(bounds <= row, axis=1, keepdims=True, dtype=jnp.int32) - 1
-    found = group % experts
-    return jnp.where(row < bounds[-1], found, -1) if _ends(len(bounds), experts) else found
+    past = _ends(len(bounds), experts) & (row >= bounds[-1])
+    return jnp.where(past, -1, group % experts)
 
 
 def _example(dtype: str, attributes: Any = None, **inputs: Shape) -> Example:
@@ -102,6 +102,8 @@ class Grouped(Node):
         if len(graph.calls) > 1:
             # Only operands are clipped, and a row of no group is not written.
             return Reason("it is planned alone: nothing else in its plan was measured")
+        if "token_index" in tensors:
+            return Reason("cuDNN 9.19 read outside of the arrays of a gather, on an H200")
         return None
 
     def linear_in(self, ports: Collection[str]) -> bool:
@@ -153,7 +155,8 @@ class MoeGroupedMatmul(Grouped):
         OUT_0, (1, S, N) or (1, R, N), accumulated in float32; in int32 for int8. Rows that no group
         gives are 0; of a row that several rows are scattered to, any is taken.
 
-    Offsets count as at least the one before, and they and indices are clipped to their arrays.
+    Offsets count as at least the one before, and they and indices are clipped to their arrays. cuDNN
+    runs "NONE", XLA the others.
     Raises GraphError if shapes or mode do not fit, GraphTypeError for dtypes.
     :func:`jax_cudnn.ops.ragged_dot` takes sizes of groups instead. Source: cuDNN frontend
     documentation, "MoE Grouped Matmul".
@@ -165,8 +168,8 @@ class MoeGroupedMatmul(Grouped):
         "-> OUT_0: one m n"
     )
     about = About(
-        requires="planned alone; float8 needs SM 90; gathered rows are a multiple of the tokens; "
-        "cuDNN 9.28 for SCATTER, for the end of the last group, and for weights in row-major order",
+        requires="mode NONE, planned alone; float8 needs SM 90; cuDNN 9.28 for the end of the last "
+        "group, and for weights in row-major order",
         jax_names=("ragged_dot", "ragged_dot_general"),
     )
     examples = (
@@ -192,8 +195,7 @@ class MoeGroupedMatmul(Grouped):
             raise GraphError(
                 "unknown mode", expected=" or ".join(map(repr, MODES)), got=shown(mode)
             )
-        (count,) = integers("top_k", (top_k,), 1)
-        return cls(name, count)
+        return cls(name, *integers("top_k", (top_k,), 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
@@ -218,8 +220,7 @@ class MoeGroupedMatmul(Grouped):
                 got=f"{rows} rows, top_k={self.top_k}",
             )
         dtype = product_dtype({port: inputs[port] for port in ("token", "weight")})
-        made = inputs["token_index" if self.mode == "GATHER" else "token"].shape[1]
-        return {"OUT_0": ((1, made, inputs["weight"].shape[2]), dtype)}
+        return {"OUT_0": ((1, *index, inputs["weight"].shape[2]), dtype)}
 
     def clipped(self, tensors: Tensors, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         tokens = tensors["token"].shape[1]

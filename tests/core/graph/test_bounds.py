@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import has_cudnn, lowered
+from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core import execution
@@ -63,9 +63,8 @@ def float8(g, q, k, v, n, one):
 
 
 @jc.graph
-def experts(g, token, weight, offsets, index, ks):
-    how = {"token_index": index, "token_ks": ks, "mode": "SCATTER", "top_k": 2}
-    return g.moe_grouped_matmul(token, weight, offsets, **how)
+def experts(g, token, weight, offsets):
+    return g.moe_grouped_matmul(token, weight.set_stride([32 * 64, 1, 32]), offsets)
 
 
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
@@ -78,7 +77,6 @@ GRAPHS = {
             S((1, 64, 32), "bfloat16"),
             S((4, 32, 64), "bfloat16"),
             S((4, 1, 1), "int32"),
-            *[S((1, 64, 1), "int32")] * 2,
         ],
     ),
     "packed": (packed, TOKENS),
@@ -137,8 +135,6 @@ def integers(spec, values):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
-    if name == "experts" and not has_cudnn(92800):
-        pytest.skip("cuDNN 9.28 plans it")
     plan, got = planned(name), []
 
     def call(target, results, **how):
@@ -152,7 +148,7 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
     with jax.disable_jit():
         execution.program.__wrapped__(plan)(*operands(plan, -1000, 100000))
     found, shapes = integers(plan.spec, got[0])
-    assert len(found) >= 2
+    assert len(found) >= (1 if name == "experts" else 2)
     for port, x in found.items():
         assert x.min() >= 0, port
         if port.startswith("ragged_offset_"):
@@ -166,8 +162,6 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
     if name == "experts":
         assert found["first_token_offset"].max() <= 64
         assert (np.diff(found["first_token_offset"].ravel()) >= 0).all()
-        assert found["token_index"].max() < 32
-        assert found["token_ks"].max() < 2
     if name in ("pages", "decode"):
         assert found["seq_len_kv"].max() <= 4 * 16
         assert found["seq_len_q"].max() <= shapes["q"][1]
@@ -236,8 +230,6 @@ def test_an_operand_of_two_ports_keeps_the_bounds_of_both():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GRAPHS)
 def test_plans_execute_with_integers_from_everywhere(name):
-    if name == "experts" and not has_cudnn(92800):
-        pytest.skip("cuDNN 9.28 plans it")
     function, avals = GRAPHS[name]
     with jc.implementation("cudnn"):
         plan = [*jc.plans(function, *avals).values()][-1]

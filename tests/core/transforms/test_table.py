@@ -121,8 +121,9 @@ def test_a_cast_of_a_constant_alone_stays():
 
 def by_cudnn(case):
     """The same in one plan, measured losses or not; but cut around what is always XLA's."""
+    nodes = [call.node for call in SPECS[case.name].calls]
     newer = case.name.startswith("moe_") and not has_cudnn(92800)
-    if newer or any(call.node.xla_only for call in SPECS[case.name].calls):
+    if newer or any(n.xla_only or getattr(n, "mode", None) == "GATHER" for n in nodes):
         return case
     return dataclasses.replace(case, function=case.function.with_options(implementation="cudnn"))
 
