@@ -155,7 +155,7 @@ class MoeGroupedMatmul(Grouped):
         OUT_0, (1, S, N) or (1, R, N), accumulated in float32; in int32 for int8. Rows that no group
         gives are 0; of a row that several rows are scattered to, any is taken.
 
-    Offsets count as at least the one before, and they and indices are clipped to their arrays. cuDNN
+    Offsets count as at least the one before; they and indices are clipped to their arrays. cuDNN
     runs "NONE", XLA the others.
     Raises GraphError if shapes or mode do not fit, GraphTypeError for dtypes.
     :func:`jax_cudnn.ops.ragged_dot` takes sizes of groups instead. Source: cuDNN frontend
@@ -198,7 +198,7 @@ class MoeGroupedMatmul(Grouped):
         return cls(name, *integers("top_k", (top_k,), 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        sizes = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
         needed = _POSITIONS[1 : 1 + MODES.index(self.mode)]
         if {*inputs} & {*_POSITIONS[1:]} != {*needed}:
             raise GraphError(
