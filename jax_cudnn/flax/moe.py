@@ -33,8 +33,7 @@ class MoE(nnx.Module):
         activation: as for :class:`GatedMLP`.
         use_bias: whether the experts' three products have a bias.
         expert_axis: the axis of the mesh over which the experts are sharded, or None.
-        implementation: of ``jax_cudnn.ops.ragged_dot``; ``"mosaic"`` has not run in this project's
-            tests yet.
+        implementation: of ``jax_cudnn.ops.ragged_dot``.
         dtype: what the experts compute in; None for the promoted dtype of x and the parameters.
         param_dtype: of the parameters.
         kernel_init: initializer of the experts' parameters.
@@ -80,7 +79,7 @@ class MoE(nnx.Module):
         activation: Activation = "silu",
         use_bias: bool = False,
         expert_axis: str | None = None,
-        implementation: Literal["xla", "mosaic"] = "xla",
+        implementation: Literal["xla", "mosaic"] = "mosaic",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = _INIT,

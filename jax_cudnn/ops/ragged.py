@@ -51,7 +51,7 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: None = None,
     transpose_rhs: bool = False,
-    implementation: Literal["xla", "mosaic"] = "xla",
+    implementation: Literal["xla", "mosaic"] = "mosaic",
 ) -> jax.Array:
     r"""The product of each group of rows with its own matrix: ``jax.lax.ragged_dot``, and what
     follows it in a layer of experts.
@@ -73,20 +73,19 @@ def ragged_dot(
         preferred_element_type: the result's dtype; None for that of the operands.
         group_offset: None, as in ``jax.lax.ragged_dot``, which has no other yet.
         transpose_rhs: whether ``rhs`` is (E, N, K).
-        implementation: ``"xla"``, or ``"mosaic"`` for JAX's own kernels where they apply.
+        implementation: ``"mosaic"`` for JAX's own kernels where they apply, or ``"xla"``.
 
     Returns:
         (M, N). 16-bit operands are accumulated in float32. The product is rounded to the result's
         dtype; bias, activation and gate are computed in float32 and rounded once.
 
-    With ``implementation="mosaic"``, on GPUs with compute capability 9.0 (Hopper), JAX's own Mosaic
-    kernels compute it, and its derivatives, without waiting for the sizes on the host: for bfloat16
-    and float16 with a result of the same dtype, K and N multiples of 64, M a multiple of 8
-    from 64 on, and at most 256 groups. Otherwise, and where XLA partitions the program,
-    ``jax.lax.ragged_dot_general`` does; the kernels run in a ``jax.shard_map``. They are several
-    times faster, but the tests of this project have not run on them yet, so they are not the
-    default. The kernel of the gradient of ``rhs`` multiplies rows next to a group with 0: they must
-    be finite. Under ``vmap`` the products run sequentially.
+    On GPUs with compute capability 9.0 (Hopper) JAX's own Mosaic kernels compute it, and its
+    derivatives, without waiting for the sizes on the host: for bfloat16 and float16 with a result
+    of the same dtype, K and N multiples of 64, M a multiple of 8 from 64 on, and at most 256
+    groups. Otherwise, and where XLA partitions the program, ``jax.lax.ragged_dot_general`` does;
+    the kernels run in a ``jax.shard_map``. The kernel of the gradient of ``rhs`` multiplies rows of
+    other groups with 0: where they are not finite, the gradients of groups next to them are not,
+    either. Under ``vmap`` the products run sequentially.
 
     Raises:
         GraphError: shapes do not fit, operands are sharded along explicit axes, there is a
@@ -353,11 +352,12 @@ def _by_kernel(lhs: Any, rhs: Any, sizes: Any, *, kind: str, blocks: Any) -> lis
     of_rows, of_weights = _kernels()
     settings = {"block_m": blocks[0], "block_n": blocks[1], "block_k": _BLOCK_K}
     settings |= {"max_concurrent_steps": _STEPS, "grid_block_n": _GRID_BLOCK}
-    if kind == WEIGHTS:
+    inside = jnp.arange(lhs.shape[0])[:, None] < sizes.sum()
+    if kind == WEIGHTS:  # of rows after the last group the kernel reads some, times 0
+        lhs, rhs = (jnp.where(inside, x, 0) for x in (lhs, rhs))
         return [of_weights(lhs, rhs, group_sizes=sizes, **settings)]
     y = of_rows(lhs, rhs, group_sizes=sizes, transpose_rhs=kind == TURNED, **settings)
-    written = jnp.arange(lhs.shape[0])[:, None] < sizes.sum()
-    return [jnp.where(written, y, 0)]
+    return [jnp.where(inside, y, 0)]
 
 
 def _lower_cuda(ctx: Any, *operands: Any, mosaic: bool, **params: Any) -> Any:
