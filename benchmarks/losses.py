@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn._core.user_context import CUDNN, XLA
 
 Row = tuple[str, int, int, float, str]
@@ -35,7 +35,7 @@ def rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def _is_slow(pattern: str, engine: str) -> bool:
-    node = REGISTRY.get(pattern.split()[0])
+    node = registry().get(pattern.split()[0])
     slow = () if node is None else node.anchor.slow
     return engine.partition("_")[0] in [f"eng{n}" for n in slow]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jax_cudnn._core.graph.dtypes import FLOATS, FP8, INTEGERS
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import Node, registry
 from jax_cudnn._core.graph.promotion import default_compute
 from jax_cudnn._core.graph.spec import Tensor
 from jax_cudnn._core.planning.choice import NOTES_OF_FULL_FLOAT32
@@ -107,7 +107,7 @@ operations marked "on request" may use. `deterministic=True`, or XLA's flag
 
 def render() -> str:
     """The page as Markdown."""
-    rows = (_row(method, REGISTRY[method]) for method in sorted(REGISTRY))
+    rows = (_row(method, registry()[method]) for method in sorted(registry()))
     return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n</details>\n"
 
 

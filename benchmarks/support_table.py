@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cases import Case, node_cases  # tests/cases.py
 
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.plans.support import PUBLIC, Support, SupportRow, shipped, survey
 
@@ -86,7 +86,7 @@ def _families(lines: dict[str, Line], gpus: Sequence[str]) -> Iterator[Line]:
     """For each family and GPU what most of its operations say; the others are exceptions."""
     members: dict[str, list[str]] = {family: [] for family in (*_FAMILIES.values(), "pointwise")}
     for method in sorted(lines):
-        module = REGISTRY[method].__module__.removeprefix("jax_cudnn.ops.")
+        module = registry()[method].__module__.removeprefix("jax_cudnn.ops.")
         known = (_FAMILIES.get(x) for x in (method, module, module.partition(".")[0]))
         members[next(filter(None, known), "pointwise")].append(method)
     for family, methods in members.items():
@@ -117,7 +117,7 @@ def _short(cell: str) -> str:
 
 
 def _other(method: str, gpus: Sequence[str]) -> Line:
-    requires = REGISTRY[method].about.requires
+    requires = registry()[method].about.requires
     newest = re.search(r"\bSM (\d+)", requires)
     cells = [
         "XLA"
@@ -131,7 +131,7 @@ def _other(method: str, gpus: Sequence[str]) -> Line:
 
 
 def _in_xla(method: str) -> bool:
-    return method in REGISTRY and bool(REGISTRY[method].xla_only)
+    return method in registry() and bool(registry()[method].xla_only)
 
 
 def _lines(support: Support) -> Iterator[Line]:
@@ -145,7 +145,7 @@ def _lines(support: Support) -> Iterator[Line]:
 
 def _method(case_name: str) -> str:
     """The operation that a case of ``node_cases`` shows: its name starts with the method's."""
-    methods = (method for method in REGISTRY if case_name.startswith(f"{method}_"))
+    methods = (method for method in registry() if case_name.startswith(f"{method}_"))
     return max(methods, key=len, default=case_name)
 
 

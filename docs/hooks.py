@@ -90,7 +90,7 @@ def _links() -> dict[str, str]:
 def _operations() -> str:
     """Each method of ``g``, by its signature and the docstring of its class or function."""
     importlib.import_module("jax_cudnn")
-    registry = importlib.import_module("jax_cudnn._core.graph.node").REGISTRY
+    registry = importlib.import_module("jax_cudnn._core.graph.node").registry()
     signature = importlib.import_module("jax_cudnn._core.graph.arguments").signature
     lines = [
         "# Operations of a graph",

@@ -18,7 +18,6 @@ from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
 from ._core.lazy import __dir__ as __dir__
 from ._core.lazy import __getattr__ as __getattr__
-from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.primitive import save_cudnn as save_cudnn
 from ._core.user_context import implementation as implementation
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:  # see _core/lazy.py
     from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.build import Candidate as Candidate
     from ._core.planning.deviceless.profiles import Profile as Profile
+    from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
     from ._core.plans.explain import Report as Report
     from ._core.plans.explain import explain as explain

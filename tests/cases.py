@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn._core.graph.layout import packed_strides
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import Node, registry
 from jax_cudnn._core.graph.planned import Example
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
@@ -80,7 +80,7 @@ def case(*avals: tuple[tuple[int, ...], str]) -> Callable[[Callable[..., Any]], 
 
 def node_cases() -> Iterator[Case]:
     """One case for each example of each registered node."""
-    for method, node in REGISTRY.items():
+    for method, node in registry().items():
         for number, example in enumerate(node.examples):
             yield _of_example(method, node, number, example)
 

@@ -27,6 +27,9 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
         assert not xla_bridge._backends
         loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
         assert not loaded & {"cudnn", "flax", "torch", "triton", "nvidia", "matplotlib"}, loaded
+        own = {name for name in {*sys.modules} - before if name.startswith("jax_cudnn.")}
+        assert len(own) <= 28, own  # a tenth of JAX's import time would be about 70
+        assert [name for name in own if name.startswith("jax_cudnn.ops.")] == []
         from jax_cudnn._core import lazy
         assert not {f"jax_cudnn.{home}" for home in lazy.HOMES.values()} & {*sys.modules}
         assert all(getattr(jc, name).__name__ == name for name in lazy.HOMES)

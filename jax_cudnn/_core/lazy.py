@@ -14,6 +14,7 @@ HOMES = {
     "accelerate": "acceleration.api",
     "Candidate": "_core.planning.build",
     "Candidates": "_core.candidates",
+    "ExecutionPlan": "_core.planning.execution_plan",
     "Explanation": "_core.plans.plan",
     "Graph": "interop.wrapper",
     "Picture": "_core.plans.picture",

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.arguments import signature
-from .._core.graph.node import REGISTRY, Node
+from .._core.graph.node import Node, registry
 from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.tensor import GraphTensor
 from .._core.transforms.derivation import vocabulary
@@ -50,9 +50,9 @@ _WINDOWS = ("sliding_window_length", "sliding_window")
 
 def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords of ``g``'s method, from those of pygraph's method."""
-    if not method.startswith("sdpa") or method not in REGISTRY:
+    if not method.startswith("sdpa") or method not in registry():
         return keywords
-    names = signature(REGISTRY[method]).parameters
+    names = signature(registry()[method]).parameters
     known = {name: x for name, x in keywords.items() if x is not None}
     given = {name: x for name, x in known.items() if name not in _WITHOUT_MEANING}
     _check_padding(method, given)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.dtypes import INTEGERS, WORDS
-from .._core.graph.node import REGISTRY
+from .._core.graph.node import registry
 from .arrays import SHAPE_OF_WORDS, is_unset, listed, refusal
 from .attention import REQUESTED
 from .score_mod import as_jnp
@@ -132,14 +132,14 @@ class _Copy:
 
     def _arguments(self, method: str, node: Any) -> dict[str, Any]:
         """The keyword arguments of pygraph's method, from a node's ports and parameters."""
-        if method not in REGISTRY:
+        if method not in registry():
             raise GraphError(
                 "jax_cudnn does not support this operation",
-                expected=", ".join(REGISTRY),
+                expected=", ".join(registry()),
                 got=method,
                 fix=_INSTEAD.get(method),
             )
-        cls, params = REGISTRY[method], dict(node.params)
+        cls, params = registry()[method], dict(node.params)
         operands = {
             port: self._operand(tensor, method, port) for port, tensor in node.inputs.items()
         }
@@ -239,6 +239,6 @@ _INSTEAD: dict[str, str] = dict.fromkeys(
 # Kinds of nodes that are not named like their method.
 _METHODS: dict[str, str] = {
     f"{method.removesuffix('_backward').upper()}_BWD": method
-    for method in REGISTRY
+    for method in registry()
     if method.endswith("_backward")
 }

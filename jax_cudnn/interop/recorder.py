@@ -21,7 +21,7 @@ from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS, is_floating
 from .._core.graph.layout import layout, packed_strides
-from .._core.graph.node import REGISTRY, Node
+from .._core.graph.node import Node, registry
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
@@ -210,7 +210,7 @@ class Recorder(GraphBuilder):
         except TypeError:
             super()._apply(method, *args, **kwargs)  # it raises a better error
             raise
-        given, ports = bound.arguments, {port.name for port in REGISTRY[method].ports.inputs}
+        given, ports = bound.arguments, {port.name for port in registry()[method].ports.inputs}
         for position, name in enumerate(_signature(method).parameters):
             if name in ports and name in given:
                 given[name] = self._operand(given[name], node, name, position)
@@ -225,7 +225,7 @@ class Recorder(GraphBuilder):
         self, node: str, given: dict[str, Any], tables: dict[str, Any], most: int | None
     ) -> None:
         """Adds attention with paged keys and values."""
-        ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
+        ports = {port.name for port in registry()["sdpa"].ports.inputs}
         attributes = {name: x for name, x in given.items() if name not in ports}
         attributes.pop("compute_data_type", None)
         operands = {name: x for name, x in given.items() if name in ports and x is not None}
@@ -381,7 +381,7 @@ class Recorder(GraphBuilder):
 
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
-    return signature(REGISTRY[method])
+    return signature(registry()[method])
 
 
 def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:

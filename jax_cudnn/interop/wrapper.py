@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core.errors import GraphAttributeError, GraphError, GraphTypeError, rebuild, shown
 from .._core.graph.builder import GraphBuilder
-from .._core.graph.node import REGISTRY
+from .._core.graph.node import registry
 from .._core.graph.options import DEFAULTS, replaced
 from .arrays import Template, compute_name, dtype_name, is_unset, listed, number, refusal
 from .built import Built
@@ -182,7 +182,7 @@ class Graph(Built):
                 why="JAX runs the graph, and compiles it for a GPU of its choice",
                 fix=_ELSEWHERE[name],
             )
-        if name not in REGISTRY:
+        if name not in registry():
             return GraphBuilder().__getattr__(name)  # raises
         try:
             return types.MethodType(getattr(GraphBuilder, name), self._open(name))
@@ -190,7 +190,7 @@ class Graph(Built):
             raise rebuild(GraphAttributeError, vars(error)) from None
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *REGISTRY})
+        return sorted({*super().__dir__(), *registry()})
 
     # -- tensors --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import importlib
 import re
 from pathlib import Path
 
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CHANGELOG.md")]
@@ -47,7 +47,7 @@ def texts():
     for path in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))):
         yield path, 1, path.read_text()
     shown = [getattr(m, n) for m in map(importlib.import_module, MODULES) for n in dir(m)]
-    names = {getattr(v, "__name__", "") for v in (*shown, *REGISTRY.values())}
+    names = {getattr(v, "__name__", "") for v in (*shown, *registry().values())}
     for path in sorted((ROOT / "jax_cudnn").rglob("*.py")):
         tree = ast.parse(path.read_text())
         public = [node for node in tree.body if getattr(node, "name", "_")[0] != "_"]

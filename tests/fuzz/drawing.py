@@ -16,7 +16,7 @@ from jax_cudnn._core.graph.dims import Shape
 from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from jax_cudnn._core.graph.dtypes import INTEGERS, is_floating
 from jax_cudnn._core.graph.layout import packed_strides
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import Node, registry
 from jax_cudnn._core.graph.spec import Tensor
 
 ELEMENTS, FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
@@ -105,7 +105,7 @@ class Drawing:
         given = {port: each(x, lambda x: getattr(x, "tensor", x)) for port, x in used.items()}
         made = getattr(self.builder, method)(**given, **attributes)
         tensors = made if isinstance(made, tuple) else (made,)
-        node = REGISTRY[method].create(**attributes)
+        node = registry()[method].create(**attributes)
         lists = {port: x if isinstance(x, list) else [x] for port, x in used.items()}
         numbered = {p: f"{p}_{{}}" if isinstance(x, list) else p for p, x in used.items()}
         flat = {numbered[p].format(i): y for p, x in lists.items() for i, y in enumerate(x)}

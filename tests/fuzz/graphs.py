@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn._core.graph.spec import GraphSpec
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
@@ -86,10 +86,10 @@ def _fusion(drawing: Drawing, size: int) -> None:
     """A product and operations on each element of its result, for one plan of cuDNN's."""
     rng = drawing.rng
     method = rng.choice(("matmul", "conv_fprop", "conv_fprop", "conv_dgrad", "conv_wgrad"))
-    value = drawing.add(method, *DRAWS[method](drawing, REGISTRY[method]))[0]
+    value = drawing.add(method, *DRAWS[method](drawing, registry()[method]))[0]
     for left in reversed(range(size - 1)):
         method = rng.choice(_EPILOGUE)
-        ports, full = REGISTRY[method].ports.input_names, value.shape
+        ports, full = registry()[method].ports.input_names, value.shape
         bias = (1, full[1], *[1] * (len(full) - 2))
         other = full if method.endswith("_backward") or rng.random() < 0.4 else bias
         operands = dict(zip(ports, (value, Operand(other, drawing.dtype)), strict=False))

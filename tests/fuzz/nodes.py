@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
-from jax_cudnn._core.graph.node import REGISTRY, ROW_MAJOR, Node
+from jax_cudnn._core.graph.node import ROW_MAJOR, Node, registry
 
 from . import layers
 from .drawing import Drawing, Operand
@@ -49,7 +49,7 @@ def add_node(drawing: Drawing) -> None:
     rng = drawing.rng
     while True:
         (share,) = rng.choices(_KINDS, _SHARES)
-        nodes = [node for node in REGISTRY.values() if kind(node) == share]
+        nodes = [node for node in registry().values() if kind(node) == share]
         (node,) = rng.choices(nodes, [len(node.examples) ** 0.5 for node in nodes])
         draw = DRAWS.get(node.method) or (_elementwise if node.ports.is_elementwise else _example)
         for _ in range(_TRIES):  # then another node: this one may be impossible here

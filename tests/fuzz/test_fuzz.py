@@ -27,7 +27,7 @@ from fuzz.graphs import LEAST, MOST, random_graph
 from fuzz.meaning import graph_call
 from jax_cudnn._core import auto, settings
 from jax_cudnn._core.cuda import CudaDevice
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn._core.graph.xla_form import NARROW, evaluate
 from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.deviceless import profiles
@@ -67,7 +67,7 @@ def test_equal_seeds_give_equal_graphs_and_operands_in_every_process(monkeypatch
 def test_every_node_and_dtype_occurs_and_nothing_is_in_vain(many):
     # Tests of their own have attention of float8's, and products of groups with any offsets.
     drawn = {method for graph in many for method in methods(graph.spec)}
-    assert drawn == {name for name in REGISTRY if "fp8" not in name and "moe" not in name}
+    assert drawn == {name for name in registry() if "fp8" not in name and "moe" not in name}
     assert {len(graph.spec.calls) for graph in many} == {*range(LEAST, MOST + 1)}
     tensors = [tensor for graph in many for tensor in graph.spec.tensors]
     dtypes = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
@@ -130,7 +130,7 @@ def forget():
 @pytest.mark.parametrize("rule", RULES, ids=" of ".join)
 def test_a_wrong_gradient_is_noticed(rule, many, monkeypatch, forget):
     method, name = rule
-    right = getattr(REGISTRY[method], name)
+    right = getattr(registry()[method], name)
 
     def wrong(self, g, *args, **kwargs):
         found = right(self, g, *args, **kwargs)
@@ -143,7 +143,7 @@ def test_a_wrong_gradient_is_noticed(rule, many, monkeypatch, forget):
         if len(call.names) < 5 or call.check(results):
             continue
         forget()
-        monkeypatch.setattr(REGISTRY[method], name, wrong)
+        monkeypatch.setattr(registry()[method], name, wrong)
         try:
             call, results = call_and_results(graph)
             call.check(results)

@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import boundary
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn.ops.matmul.grouped import MoeGroupedMatmul
 
 S, K, N, E, TOP_K = 24, 8, 6, 3, 2
@@ -143,7 +143,7 @@ def test_gradients_are_the_two_nodes_and_those_of_the_backward_too():
 def test_the_backward_sums_the_rows_of_each_expert(name):
     offsets = offsets_of((OFFSETS | WRONG)[name])
     token, cotangent = operands()["token"], operands(seed=1)["token"][..., :N]
-    node = REGISTRY["moe_grouped_matmul_bwd"].create(out_dims=(E, K, N))
+    node = registry()["moe_grouped_matmul_bwd"].create(out_dims=(E, K, N))
     found = jc.graph(lambda g, y, t, o: g.moe_grouped_matmul_bwd(y, t, o).set_dim([E, K, N]))(
         cotangent, token, offsets
     )

@@ -12,7 +12,7 @@ from transformations import graphs_of, methods
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.boundary import boundary
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 
 
 def apply(method, *operands, **attributes):
@@ -50,7 +50,7 @@ OWN = {
 
 
 def exact(method, *operands):
-    node = REGISTRY[method].create()
+    node = registry()[method].create()
     ports = dict(zip(node.ports.input_names, operands, strict=True))
     with np.errstate(all="ignore"):
         own = OWN.get(method)
@@ -61,7 +61,7 @@ def exact(method, *operands):
 @pytest.mark.parametrize("method", METHODS)
 def test_special_values(method, place, by_cudnn):
     """All values, NaN and infinities too; zeros of either sign are equal."""
-    operands = special()[: len(REGISTRY[method].ports.inputs)]
+    operands = special()[: len(registry()[method].ports.inputs)]
     got = np.asarray(apply(method, *operands), np.float32)
     want = exact(method, *(np.asarray(x, np.float64) for x in operands))
     with np.errstate(over="ignore"):

@@ -18,7 +18,7 @@ from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnEr
 from .arguments import ports_of, signature
 from .dims import Dims, Shape, integers
 from .dtypes import beside_integers, float32_range, int32_range, wide_dtype
-from .node import REGISTRY, Node
+from .node import REGISTRY, Node, registry
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .promotion import compute_type, computed, inferred, intermediate_dtypes
 from .source import user_line
@@ -33,6 +33,7 @@ class GraphBuilder:
     """
 
     def __init__(self, options: Options = DEFAULTS, around: Surroundings = NOWHERE) -> None:
+        registry()
         self._options, self._around = options, around
         self._tensors: dict[str, Tensor] = {}
         self._calls: list[Call] = []

@@ -9,6 +9,8 @@ Operations import the names of both from here.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -329,4 +331,13 @@ class Node(Planned):
 
 
 REGISTRY: dict[str, type[Node]] = {}
-"""pygraph's method -> node class."""
+FAMILIES: list[str] = []
+"""The modules that register nodes; the first graph loads them, as they take most of an import."""
+
+
+@functools.cache
+def registry() -> dict[str, type[Node]]:
+    """pygraph's method -> node class, of all nodes."""
+    for family in FAMILIES:
+        importlib.import_module(family)
+    return REGISTRY

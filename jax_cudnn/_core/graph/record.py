@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from .node import REGISTRY, Node
+from .node import Node, registry
 
 _PACKAGE = __name__.partition(".")[0]
 _TUPLE, _FLOAT = "tuple", "float"
@@ -75,15 +75,15 @@ def decoded(data: Any) -> Any:
 
 def _title(value: Any) -> str:
     """A node by its operation, another class by its place in the package."""
-    if isinstance(value, Node) and REGISTRY.get(value.method) is type(value):
+    if isinstance(value, Node) and registry().get(value.method) is type(value):
         return value.method
     module = type(value).__module__.removeprefix(f"{_PACKAGE}.")
     return f"{module}:{type(value).__qualname__}"
 
 
 def _class(title: Any) -> Any:
-    if title in REGISTRY:
-        return REGISTRY[title]
+    if title in registry():
+        return registry()[title]
     if title not in _OTHERS:
         raise ValueError(f"this version has no value {title!r:.100}")
     module, _, name = title.partition(":")

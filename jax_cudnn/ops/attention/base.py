@@ -32,7 +32,6 @@ from . import extras
 from .bias import LENGTHS, HasBias, HasLengths, check_int32
 from .reference import Attention, Band, bound
 from .score_mod.value import is_operand
-from .score_mod.written import prepared
 
 if TYPE_CHECKING:
     from ..._core.graph.node import Tensors
@@ -280,6 +279,10 @@ class SdpaBase(AttentionBase, HasBias):
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
+        from .score_mod.written import (
+            prepared,
+        )  # for tracing, which importing the package does without
+
         def band(given: dict[str, Any]) -> Band:
             names = ("diagonal_alignment", *cls.bounds)
             plain: Any = SdpaBase.create(**{name: given[name] for name in names if name in given})

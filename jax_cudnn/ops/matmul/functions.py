@@ -16,11 +16,10 @@ from ..._core.graph.trace import GraphFunction
 from .. import epilogue
 from ..arguments import chosen, out_dtype, preferred_dtype, promoted
 from ..epilogue import NO_TERMS, Activation, Terms
+from .nodes import contracted
 
 
 def _product(g, a, b, scale, bias, residual, *, batched, depth, orders, activation, out):
-    from .nodes import contracted  # lazy, for a fast import
-
     dtypes = {str(a.dtype), str(b.dtype)}
     (wide,) = dtypes & {*FLOATS} if len(dtypes) == 2 and dtypes & {*FLOATS} else (None,)
     for operand, order in zip((a, b), orders, strict=True):

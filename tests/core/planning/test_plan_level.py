@@ -17,7 +17,7 @@ import jax_cudnn as jc
 from jax_cudnn._core import candidates
 from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.by_reference import ByReference, Derivative
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import Node, registry
 from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.plans.collect import graphs
 from jax_cudnn._core.plans.record import sealed
@@ -287,4 +287,4 @@ def test_every_node_can_be_read():
     for cls in ours:
         method = getattr(cls, "method", None)  # none: a base of others
         title = f"{cls.__module__.removeprefix('jax_cudnn.')}:{cls.__qualname__}"
-        assert method is None or REGISTRY.get(method) is cls or title in record._OTHERS, title
+        assert method is None or registry().get(method) is cls or title in record._OTHERS, title

@@ -12,7 +12,7 @@ from helpers import assert_same, python
 from transformations import graphs, methods, primitives, shapes_of
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn._core.plans import collect
 from jax_cudnn._core.transforms.batch import NoFold, batch
 
@@ -124,7 +124,7 @@ def test_vmaps_nest_with_names_for_meshes():
 
 
 def test_what_takes_no_dimension_runs_in_turn_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(REGISTRY["exp"], "folds", lambda *_: ())
+    monkeypatch.setattr(registry()["exp"], "folds", lambda *_: ())
     graph = jc.graph(lambda g, x, b: g.add(g.exp(x), b))
     one, args = [True, False], operands([(2, 7), (1, 7)], [True, False])
     mapped = vmapped(graph, one)

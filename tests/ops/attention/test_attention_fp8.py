@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, relative_error
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn.ops.attention.fp8_reference import stored
 from jax_cudnn.ops.scaling import scale_of
 
@@ -114,7 +114,7 @@ def test_what_is_no_number_stays_none_and_moves_no_scale(state, normal):
         assert all(np.isnan(x).any() for x in gradients)
 
 
-NAMES = REGISTRY["sdpa_fp8"].ports.input_names
+NAMES = registry()["sdpa_fp8"].ports.input_names
 FACTORS = {n: jnp.full((1, 1, 1, 1), 1.0, jnp.float32) for n in NAMES if "scale_" in n}
 
 

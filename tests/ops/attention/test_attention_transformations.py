@@ -12,7 +12,7 @@ from helpers import same
 from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn.ops.attention import reference as attention_reference
 from jax_cudnn.ops.attention.base import Deterministic
 
@@ -192,8 +192,9 @@ def test_a_gradient_is_one_forward_and_one_backward(normal, monkeypatch):
 
 
 def test_each_backward_of_the_registry_is_settled():
-    backwards = {n for name, n in REGISTRY.items() if "sdpa" in name and name.endswith("backward")}
-    assert backwards == {node for node in REGISTRY.values() if issubclass(node, Deterministic)}
+    nodes = registry()
+    backwards = {nodes[name] for name in nodes if "sdpa" in name and name.endswith("backward")}
+    assert backwards == {node for node in nodes.values() if issubclass(node, Deterministic)}
     for node in backwards:
         own = node.create(**node.examples[0].attributes)
         made = own.deterministic()

@@ -10,7 +10,7 @@ import pytest
 from attention_table import of_score, softcap
 from test_score_mod import B, K, N, T, alibi, biased, scaled
 
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import registry
 from jax_cudnn.ops.attention import reference as attention_reference
 from jax_cudnn.ops.attention.score_mod import (
     emission as score_mod_emission,
@@ -73,7 +73,7 @@ class ComputingGraph:
     def __getattr__(self, method):
         def add(*args, name="", compute_data_type="", axis=None, **named):
             self.added.append(method)
-            cls = REGISTRY[method]
+            cls = registry()[method]
             given = dict(zip(cls.ports.input_names, args, strict=False)) | named
             assert list(given) == list(cls.ports.input_names)
             assert not next(iter(given.values())).number
