@@ -40,7 +40,7 @@ class Recorder(GraphBuilder):
     """Records pygraph's calls, with arrays as inputs and names for nodes and tensors.
 
     Each operation is checked when it is called. All are added again, with what was stated of their
-    results in the meantime, when the graph is complete, and when a tensor changes after its use.
+    results in the meantime, for the complete graph, and to read a tensor after a used one changed.
     """
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
@@ -51,6 +51,7 @@ class Recorder(GraphBuilder):
         self._io_data_type = io_data_type
         self._nodes: dict[str, int] = {}  # their calls by position
         self._returned: set[str] = set()
+        self._is_stale = False  # a tensor has changed after its use
         # What was written at the ports of each call, tensors by name, and the stated compute type.
         self._written: list[tuple[dict[str, Any], str | None]] = []
         self.family = object()  # shared by a graph and its copies
@@ -62,6 +63,7 @@ class Recorder(GraphBuilder):
 
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may change."""
+        self.follow()
         made = copy.copy(self)
         for name, held in vars(self).items():
             if isinstance(held, (dict, list, set)):
@@ -104,24 +106,21 @@ class Recorder(GraphBuilder):
         self._tensors[state.name] = self.handles[state.name]._state = state
 
     def _unused(self, tensor: GraphTensor, method: str) -> None:
-        """Accepts changes of tensors after their use: the operations are added again."""
+        """Accepts changes of tensors after their use: the operations will be added again."""
+        self._is_stale |= method != "set_stride" and self.is_used(tensor)
 
     def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
         handle = self.handles[tensor.name]
-        if handle.is_declared:
-            self._change_input(tensor, "set_data_type", dtype=dtype)
-            handle.is_untyped = False
-        else:
-            super()._set_dtype(tensor, dtype)
-            self._follow(tensor)
+        if not handle.is_declared:
+            return super()._set_dtype(tensor, dtype)
+        self._change_input(tensor, "set_data_type", dtype=dtype)
+        handle.is_untyped = False
         return tensor
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
         handle = self.handles[tensor.name]
         if not handle.is_declared:
-            super()._set_dim(tensor, dim)
-            self._follow(tensor)
-            return tensor
+            return super()._set_dim(tensor, dim)
         try:
             shape = integers("set_dim", dim)
         except JaxCudnnError as error:
@@ -194,6 +193,7 @@ class Recorder(GraphBuilder):
 
     def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.check_open(f"g.{method}")
+        self.follow()
         node = kwargs.pop("name", None) or f"{method}.{self._counts[method]}"
         if node in self._nodes:
             fix = "give one of them another name, or none"
@@ -298,10 +298,10 @@ class Recorder(GraphBuilder):
 
     # -- adding all operations again --------------------------------------------------------------
 
-    def _follow(self, tensor: GraphTensor) -> None:
-        """Lets the operations follow a change of a tensor that they use. Until :meth:`conclude`,
+    def follow(self) -> None:
+        """Lets the operations follow changes of tensors that they use. Until :meth:`conclude`,
         further changes may resolve a mismatch."""
-        if self.is_used(tensor):
+        if self._is_stale:
             with contextlib.suppress(JaxCudnnError), self._again(self._returned):
                 pass
 
@@ -309,6 +309,7 @@ class Recorder(GraphBuilder):
     def _again(self, returned: Iterable[str]) -> Iterator[None]:
         """Adds all operations again, for these outputs. If this or the ``with`` raises, nothing
         changes."""
+        self._is_stale = False
         before = self._returned, self._tensors, self._calls, self._counts
         _, tensors, calls, _ = before
         self._returned, self._tensors, self._calls = {*returned}, {}, []

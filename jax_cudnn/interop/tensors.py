@@ -17,6 +17,8 @@ from .._core.graph.spec import Call, Tensor
 from .._core.graph.tensor import GraphTensor
 from .arrays import dtype_name, refusal, without_gaps
 
+_HELD: Any = GraphTensor._state  # its slot
+
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
 _NOT_HERE = {
@@ -62,6 +64,8 @@ class NamedTensor(GraphTensor):
     """
 
     _builder: Any  # the Recorder that made it
+    _state: Any = property(lambda t: t._builder.follow() or _HELD.__get__(t), _HELD.__set__)
+    name: Any = property(lambda self: _HELD.__get__(self).name)
 
     def __init__(self, recorder: Any, state: Tensor, uid: int):
         super().__init__(recorder, state)
@@ -134,8 +138,7 @@ class NamedTensor(GraphTensor):
         ``ragged_offset`` is an int32 input (B + 1, 1, 1, 1): the element at which each sequence
         begins, followed by the end of the last one. All of q, k, v and O of ``sdpa`` and
         ``sdpa_backward`` need it, and statistics that are read; also pass seq_len_q and seq_len_kv.
-        Offsets and lengths past the tensor are clipped, and offsets inside of a token are rounded
-        down to its start.
+        Offsets and lengths past the tensor are clipped, offsets inside of a token rounded down.
         """
         self._builder.check_open("set_ragged_offset")
         self._builder.give_ragged_offset(self, ragged_offset)
@@ -145,9 +148,6 @@ class NamedTensor(GraphTensor):
         """Accepts only "NONE"."""
         refuse_reordered(reordering_type)
         return self
-
-    def get_reordering_type(self) -> str:
-        return "NONE"
 
     def set_alignment_value(self, value: int) -> NamedTensor:
         """Accepted for compatibility with pygraph, without effect: a promise that all values are
@@ -170,6 +170,9 @@ class NamedTensor(GraphTensor):
 
     def get_ragged_offset_multiplier(self) -> int:
         return 1
+
+    def get_reordering_type(self) -> str:
+        return "NONE"
 
     def get_ragged_offset(self) -> NamedTensor | None:
         return self._builder.handles.get(self.offset)
@@ -394,5 +397,4 @@ def _plain(value: Any) -> Any:
         return value if isinstance(value, (str, bool)) else str(value)
     if isinstance(value, numbers.Integral):
         return int(value)
-    # JSON has no infinities: write "inf", "-inf", "nan", which float() reads.
-    return float(value) if math.isfinite(value) else str(float(value))
+    return float(value) if math.isfinite(value) else str(float(value))  # JSON has no infinity

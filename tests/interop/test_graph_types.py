@@ -7,6 +7,7 @@ import pytest
 from helpers import same
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.node import registry
 
 X = jnp.arange(-8.0, 24.0).reshape(4, 8)
 
@@ -117,3 +118,21 @@ def test_an_epsilon_is_a_constant_if_a_number_and_an_operand_if_an_array():
     assert [len(spec.inputs) for spec in specs] == [3, 4]
     with jax.enable_x64(True):
         assert graph(x, scale, bias, np.float64(1e-3)).dtype == jnp.float32
+
+
+def test_changes_of_used_tensors_are_followed_once(monkeypatch):
+    """By the next read, and by the complete graph."""
+    node, inferred = registry()["relu"], []
+    infer = node.infer
+    monkeypatch.setattr(node, "infer", lambda self, x: inferred.append(self) or infer(self, x))
+    with jc.Graph() as graph:
+        results = [graph.relu(jnp.ones((4, 8), "bfloat16"))]
+        for _ in range(5):
+            results.append(graph.relu(results[-1]))
+        for x in results[:-1]:
+            x.set_data_type("float32")
+        assert len(inferred) == 6
+        assert results[-1].dtype == results[0].get_data_type() == "float32"
+        assert len(inferred) == 12
+        results[-1].set_output()
+    assert len(inferred) == 18

@@ -218,12 +218,12 @@ class GraphBuilder:
             )
         self._unused(tensor, "set_data_type")
         self._typed.add(tensor.name)
-        tensor._state = self._tensors[tensor.name] = replace(tensor._state, dtype=dtype)
+        self._change(tensor, dtype=dtype)
         return tensor
 
     def _set_order(self, tensor: GraphTensor, order: tuple[int, ...]) -> GraphTensor:
         self._unused(tensor, "set_stride")
-        tensor._state = self._tensors[tensor.name] = replace(tensor._state, order=order)
+        self._change(tensor, order=order)
         return tensor
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
@@ -254,13 +254,16 @@ class GraphBuilder:
             raise
         assert index is not None
         self._calls[index] = replace(call, node=node)
-        tensor._state = self._tensors[tensor.name] = replace(tensor._state, shape=dim)
+        self._change(tensor, shape=dim)
         return tensor
+
+    def _change(self, tensor: GraphTensor, **changes: Any) -> None:
+        name = tensor.name
+        tensor._state = self._tensors[name] = replace(self._tensors[name], **changes)
 
     def is_used(self, tensor: GraphTensor) -> bool:
         """Whether an operation reads a tensor."""
-        name = tensor._state.name
-        return any(name in dict(call.inputs).values() for call in self._calls)
+        return any(tensor.name in dict(call.inputs).values() for call in self._calls)
 
     def _unused(self, tensor: GraphTensor, method: str) -> None:
         if self.is_used(tensor):
