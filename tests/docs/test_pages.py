@@ -1,5 +1,6 @@
 """README, docs/, notebooks and site: what they show runs, and what they name exists."""
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -142,10 +143,34 @@ def test_readme_leads_to_every_page():
 
 def test_files_that_build_and_core_name_exist():
     files = {path.name for path in ROOT.rglob("*") if path.suffix in (".py", ".cc", ".h", ".json")}
-    for page in ("BUILD.md", "jax_cudnn/_core/README.md"):
+    for page in ("BUILD.md", "jax_cudnn/_core/README.md", "docs/decisions.md"):
         named = re.findall(r"\b(\w+\.(?:py|cc|h))\b", (ROOT / page).read_text())
         assert named
         assert {*named} <= files, page
+
+
+def test_code_that_decisions_name_exists():
+    package, members, bases = ROOT / "jax_cudnn", {}, {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [ast.unparse(base) for base in node.bases]
+                members.setdefault(node.name, set()).update(
+                    getattr(part, "name", getattr(part, "id", getattr(part, "attr", "")))
+                    for part in ast.walk(node)
+                )
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
+    kinds = lambda name: {name}.union(*map(kinds, bases.get(name, ())))  # noqa: E731
+    missing = [
+        f"{name}.{member}"
+        for name, member in named
+        if member not in set().union(*(members.get(kind, ()) for kind in kinds(name)))
+    ]
+    folders = re.findall(r"`((?:_core|ops|interop|acceleration|flax)/[\w/]*[\w*.]*)`", text)
+    assert not missing
+    assert folders
+    assert [path for path in folders if not (package / path).exists()] == []
 
 
 def test_readme_and_build_are_short():
