@@ -150,7 +150,8 @@ def attributes(
         (word, MEMSET, results[i], plan.bindings[results[i]][3]) for i, word in begun.items()
     ]
     for place, unit, count, word in plan.fills:
-        assert unit == 4 or word == 0
+        if unit != 4 and word:
+            raise LibraryError(f"{name}: the executor cannot write words of {unit} bytes")
         memsets.append((word, MEMSET, len(rows) - 1, unit * count))
         rows.append((UNBOUND, SLOT, place, unit * count))
     given = {
@@ -165,7 +166,8 @@ def attributes(
 
 def _word(value: float, dtype: Any) -> int:
     """The 4 bytes that the executor repeats in a result of this value."""
-    assert value == 0 or dtype == np.float32
+    if value and dtype != np.float32:
+        raise LibraryError(f"the executor cannot fill a result of {dtype} with {value}")
     return int(np.float32(value).view(np.uint32))
 
 

@@ -73,6 +73,8 @@ def test_tensors_refer_to_themselves_and_are_found():
     same(second, jnp.exp(b) - a)
     assert graph.find_tensor("y") is graph.find_tensor(np.int32(9)) is graph.get_outputs()[1]
     assert graph.query_tensor_attributes_of_uid(9) is y
+    assert graph.get_node("exp.0").inputs == {"input": x}
+    assert graph.get_node("exp.1") is None
     for uids in ((2, 3, 1), (None, 1, 100)):  # those that are given stay
         with jc.Graph(io_data_type="FLOAT") as graph:
             given = [graph.tensor(name=n, dim=[2], uid=u) for n, u in zip("xyz", uids, strict=True)]

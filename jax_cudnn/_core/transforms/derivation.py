@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..graph.builder import GraphBuilder
 from ..graph.dims import Shape
@@ -203,12 +203,6 @@ class Derivation(GraphBuilder):
             return False
         tensors = {port: self._tensors[name] for port, name in ports}
         return node.ports.is_elementwise or bool(node.boundary(tensors).masks)
-
-    def lifted(self, value: Any, rank: int) -> GraphTensor:
-        """A tensor, or a Python number as a constant."""
-        if isinstance(value, GraphTensor):
-            return value
-        return self.constant(Tensor("", (), "float32", float(value).hex()), rank)
 
 
 class Vocabulary(NamedTuple):

@@ -118,7 +118,10 @@ class Packed(Storage):
 
     def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
         batch, (_, heads, _) = inputs["seq_len_q"].shape[0], inputs["q"].shape
-        assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
+        if (self.max_total_seq_len_q, self.max_total_seq_len_kv) != (sizes["t"], sizes["s"]):
+            raise GraphError(
+                "max_total_seq_len_q or _kv is not the number of tokens", got=f"{self}"
+            )
         lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
         stats = of_statistic(inputs, *self.scores(inputs)[:3])

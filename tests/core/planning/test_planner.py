@@ -207,8 +207,15 @@ def test_graphs_of_a_program_are_planned_at_once_and_equal_layers_once(count, mo
 
 def test_a_system_without_affinity_plans_one_graph_after_the_other(monkeypatch, cores):
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
+    built = []
+
+    def build(spec, site):
+        built.append(threading.current_thread())
+        return PLAN
+
+    monkeypatch.setattr(planner, "_build", build)
     lowered()
+    assert built == [threading.main_thread()] * 3
 
 
 def test_what_fails_ahead_is_told_for_its_function_when_its_turn_comes(monkeypatch, cores):

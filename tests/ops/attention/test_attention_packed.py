@@ -1,5 +1,6 @@
 """Packed attention: variable-length sequences concatenated along the token axis."""
 
+import dataclasses
 import functools
 
 import jax
@@ -179,6 +180,10 @@ def test_other_operations_are_no_part_of_the_plan():
         out, _ = g._append(spec.calls[0].node, ports)
         return g.mul(out.set_data_type("bfloat16"), 2.0)
 
+    node = spec.calls[0].node
+    other = dataclasses.replace(node.storage, max_total_seq_len_q=299)
+    with pytest.raises(jc.GraphError, match="max_total_seq_len_q"):
+        dataclasses.replace(node, storage=other).infer(dict(spec.at_ports[0][1]))
     avals = [S(t.shape, t.dtype) for t in spec.input_tensors]
     with jc.target("H200"):
         with pytest.raises(jc.UnsupportedGraphError, match="ranks 3, 4"):
