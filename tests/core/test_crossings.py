@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import losses, planner
@@ -41,20 +42,46 @@ def crossings():
         sys.setprofile(None)
 
 
-def counted(channels):
+def gradient(x, w, b):
+    return jax.grad(lambda *x: layer(*x).astype("float32").sum(), (0, 1, 2))(x, w, b)
+
+
+def convolution(channels):
+    return (8, channels, 16, 16), (32, channels, 3, 3), (1, 32, 1, 1)
+
+
+def attention(q, k, v, mask):
+    return jc.ops.dot_product_attention(q, k, v, mask=mask > 0)
+
+
+def heads(size):
+    return (2, 64, 4, size), (2, 64, 2, size), (2, 64, 2, size), (2, 1, 64, 64)
+
+
+def counted(function, shapes):
     """The crossings while the graph is traced, and while it is lowered."""
-    shapes = (8, channels, 16, 16), (32, channels, 3, 3), (1, 32, 1, 1)
     avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     jax.clear_caches()
     with jc.target("H200"):
         with crossings() as traced:
-            program = jax.jit(layer).trace(*avals)
+            program = jax.jit(function).trace(*avals)
         with crossings() as lowered:
             program.lower(lowering_platforms=("cuda",))
     return len(traced), len(lowered)
 
 
-def test_lowering_crosses_files_seldom(made_up_plans, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "shapes", "most"),
+    [
+        (layer, convolution, (120, 160, 75)),
+        (gradient, convolution, (810, 190, 230)),
+        (attention, heads, (140, 255, 105)),
+    ],
+    ids=["convolution", "its gradient", "masked attention"],
+)
+def test_lowering_crosses_files_seldom(
+    function, shapes, most, made_up_plans, tmp_path, monkeypatch
+):
     """The worker is none of it. What a process computes once for all graphs is known before."""
 
     def build(spec, site):
@@ -65,9 +92,7 @@ def test_lowering_crosses_files_seldom(made_up_plans, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "_build", build)
     monkeypatch.setattr(losses, "table", TABLE)
     jc.configure(plan_cache=tmp_path)
-    counted(64)
-    new, known = counted(128), counted(128)
-    assert counted(256) == new
-    assert new[0] < 120, "tracing"
-    assert new[1] < 160, "lowering"
-    assert sum(known) < 75
+    counted(function, shapes(64))
+    new, known = (counted(function, shapes(128)) for _ in range(2))
+    assert counted(function, shapes(96)) == new
+    assert [*map(int.__lt__, (*new, sum(known)), most)] == [True] * 3, (new, known)
