@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .._core.graph.node import FAMILIES as _FAMILIES
 from .._core.graph.node import registry as _registry
+from .._core.graph.record import VALUES as _VALUES
 
 if TYPE_CHECKING:
     from . import score_mods as score_mods
@@ -55,6 +56,16 @@ _FAMILIES += [
     for family in "movement pointwise pooling reduction slicing attention matmul convolution "
     "normalization".split()
 ]
+_VALUES |= {
+    "ops.attention.fp8_tangent": "Bounds QuantizeGradient Quantize",
+    "ops.attention.packed": "Packed",
+    "ops.attention.paged": "Paged",
+    "ops.attention.score_mod.value": "ScoreMod",
+    "ops.attention.storage": "StoredSdpa InOneArray",
+    "ops.attention.tangent": "SdpaTangent SinkGradient",
+    "ops.matmul.nodes": "Contraction",
+    "ops.normalization.base": "NormalizationTangent",
+}
 _HOMES = {
     "attention.flax_hook": "attention_fn",
     "attention.fp8_functions": "dot_product_attention_fp8",

@@ -20,24 +20,12 @@ from .node import Node, registry
 
 _PACKAGE = __name__.partition(".")[0]
 _TUPLE, _FLOAT = "tuple", "float"
-_OTHERS = {
-    f"{module}:{name}"
-    for module, names in {
-        "_core.graph.by_reference": "Tangent Transposed Batched",
-        "_core.graph.options": "Options",
-        "_core.graph.spec": "GraphSpec Tensor Call Origin",
-        "ops.attention.fp8_tangent": "Bounds QuantizeGradient Quantize",
-        "ops.attention.packed": "Packed",
-        "ops.attention.paged": "Paged",
-        "ops.attention.storage": "StoredSdpa InOneArray",
-        "ops.attention.tangent": "SdpaTangent SinkGradient",
-        "ops.matmul.nodes": "Contraction",
-        "ops.normalization.base": "NormalizationTangent",
-        "ops.attention.score_mod.value": "ScoreMod",
-    }.items()
-    for name in names.split()
+VALUES = {
+    "_core.graph.by_reference": "Tangent Transposed Batched",
+    "_core.graph.options": "Options",
+    "_core.graph.spec": "GraphSpec Tensor Call Origin",
 }
-"""All values that data may name, apart from registered nodes."""
+"""All classes that data may name, by module, apart from registered nodes; ``ops`` adds its own."""
 
 
 def encoded(value: Any) -> Any:
@@ -84,9 +72,9 @@ def _title(value: Any) -> str:
 def _class(title: Any) -> Any:
     if title in registry():
         return registry()[title]
-    if title not in _OTHERS:
+    module, _, name = str(title).partition(":")
+    if name not in VALUES.get(module, "").split():
         raise ValueError(f"this version has no value {title!r:.100}")
-    module, _, name = title.partition(":")
     return getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
 
 
