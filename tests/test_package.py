@@ -11,7 +11,7 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.node import Node
+from jax_cudnn._core.graph.node import Algebra, Anchor, Edge, Node
 from jax_cudnn._core.graph.planned import Planned
 
 PACKAGE = Path(jc.__file__).parent
@@ -125,6 +125,10 @@ def test_imports_flow_one_way():
 def test_the_contract_of_a_node_is_small():
     said = {name for part in (Planned, Node) for name in (*vars(part), *part.__annotations__)}
     assert len({name for name in said if not name.startswith("_")}) <= 30
+    parts = [v for part in (Planned, Node) for v in vars(inspect.getmodule(part)).values()]
+    values = {v for v in parts if isinstance(v, type) and hasattr(v, "_fields")}
+    assert {Algebra, Anchor, Edge} <= values
+    assert sum(len(value._fields) for value in values) <= 68
 
 
 FLOORS = {

@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, Work, frozen, matched
+from .._core.graph.node import Algebra, Fold, Node, Work, frozen, matched
 from .._core.graph.planned import About, Example
 from .transformations import anywhere, grown
 
@@ -128,6 +128,10 @@ class Reduction(Node):
 
     mode: str = "ADD"
     out_dims: tuple[int, ...] | None = None
+
+    @property
+    def algebra(self) -> Algebra:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Algebra(sums=self.mode == "ADD")
 
     @classmethod
     def create(cls, mode: Any = "ADD", *, out_dims: Sequence[int] | None = None) -> Reduction:

@@ -100,6 +100,8 @@ class Algebra(NamedTuple):
             factor, of a product.
         smooth: an operand that is rounded to 16 bits changes the result about as much as rounding
             the result to 16 bits does.
+        singular: a result is not finite for operands of 0.
+        sums: it adds up elements of its operand.
         recomputed: derivatives recompute the results if that saves memory.
         affine: the operand of which each result is a factor times it plus a summand, if the other
             operands are fixed.
@@ -112,6 +114,8 @@ class Algebra(NamedTuple):
     adds: bool = False
     multiplies: bool = False
     smooth: bool = False
+    singular: bool = False
+    sums: bool = False
     recomputed: bool = False
     affine: str = ""
     scaled: str = ""

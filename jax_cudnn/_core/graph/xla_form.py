@@ -236,7 +236,7 @@ def _summed_as_written(spec: GraphSpec, call: Call) -> str | None:
     if (spec.tensor(name).dtype, spec.tensor(result).dtype) != ("float32", "bfloat16"):
         return None
     readers = [c for c in spec.calls if c is not call and name in {n for _, n in c.inputs}]
-    sums = all(getattr(reader.node, "mode", "") == "ADD" for reader in readers)
+    sums = all(reader.node.algebra.sums for reader in readers)
     inside = name not in (*spec.inputs, *spec.outputs)
     return name if inside and sums and result in spec.outputs else None
 

@@ -143,7 +143,7 @@ class Matmul(Node):
         if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
             # Measured on an H200 with cuDNN 9.19: the kernel reads out of bounds.
             return Reason("an operand is computed in the graph and then broadcast over the batch")
-        singular = [c for c in _computing(computed, graph) if getattr(c.node, "singular", False)]
+        singular = [c for c in _computing(computed, graph) if c.node.algebra.singular]
         if singular:
             # Measured on an H200 with cuDNN 9.19: operands beyond the edge of a matrix count as 0,
             # which becomes an infinity here, and infinity times another 0 makes the result NaN.

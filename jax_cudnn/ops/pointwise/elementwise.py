@@ -52,8 +52,6 @@ class Pointwise(Node):
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The values that the slope of each port reads. A port is missing if its slope is not constant
     in values outside this list."""
-    singular: ClassVar[bool] = False
-    """Whether the result is not finite for operands of 0."""
     alike: ClassVar[bool] = False
     """Whether cuDNN computes correct results only for operands of equal shapes."""
 
@@ -201,9 +199,9 @@ def elementwise(
                 adds=adds,
                 multiplies=multiplies,
                 smooth=smooth and not (singular or jumps or result == "bool"),
+                singular=singular,
                 recomputed=not (jumps or result == "bool"),
             ),
-            "singular": singular,
             "dtypes": dtypes,
             "about": About(jax_names=jax_names, rounding=rounding),
             "examples": shapes,

@@ -13,6 +13,8 @@ from helpers import lowered
 import jax_cudnn as jc
 from jax_cudnn._core import execution
 from jax_cudnn._core.graph.boundary import boundary
+from jax_cudnn._core.graph.node import registry
+from jax_cudnn.ops.attention.storage import StoredSdpa
 
 S = jax.ShapeDtypeStruct
 OFFSETS = S((4,), "int32")
@@ -41,6 +43,13 @@ def packed_queries(q, k, v, table, of_values, offsets, lengths):
 def qkv(x, n):
     lengths = {"query_seq_lengths": n, "key_value_seq_lengths": n}
     return jc.ops.dot_product_attention_qkv(x, num_heads=4, **lengths)
+
+
+def test_no_plan_computes_integers_that_index():
+    """Boundary.clipped leaves those as they are that a graph computes."""
+    own = [StoredSdpa, *(node for node in registry().values() if node.indices.positions)]
+    assert len(own) == 9
+    assert [node for node in own if node.anchor.prologue or not node.anchor] == []
 
 
 @jc.graph
