@@ -69,16 +69,16 @@ class CudaDevice:
         driver = _driver()
         device, bits = ctypes.c_int(), ctypes.c_int()
         _check(driver.cuDeviceGet(ctypes.byref(device), self.ordinal), "cuDeviceGet")
-        asked = driver.cuDeviceGetAttribute(ctypes.byref(bits), _MEMORY_BUS_WIDTH, device)
-        _check(asked, "cuDeviceGetAttribute")
+        status = driver.cuDeviceGetAttribute(ctypes.byref(bits), _MEMORY_BUS_WIDTH, device)
+        _check(status, "cuDeviceGetAttribute")
         return bits.value
 
     def free_memory(self) -> int:
         """Bytes that no process uses, by the driver."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         with self.current():
-            asked = _driver().cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-        _check(asked, "cuMemGetInfo")
+            status = _driver().cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        _check(status, "cuMemGetInfo")
         return free.value
 
     def model(self, cudnn: Any) -> tuple[str, int]:

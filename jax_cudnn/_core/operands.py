@@ -12,19 +12,19 @@ from .graph.dtypes import E8M0, is_floating
 from .graph.spec import GraphSpec, Tensor
 
 _TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
-_APART = 100_003  # places in the tile between the beginnings of two operands
+_STEP = 100_003  # places in the tile between the beginnings of two operands
 
 
 def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
     """Random operands; floats are normal, or, if ``plain``, positive multiples of 1/4, which have
     roots and logarithms, and are equal in places. Indices into other operands are valid: full
-    lengths, offsets at equal distances, pages one after the other."""
+    lengths, offsets at equal distances, pages in their order."""
     generator = np.random.default_rng(0)
     normal = generator.standard_normal(_TILE, np.float32)
     if plain:
         normal = np.abs(np.round(4 * normal)) / 4 + 0.25
     values = {
-        t.name: _random(t, generator, np.roll(normal, -_APART * i))  # no two are the same numbers
+        t.name: _random(t, generator, np.roll(normal, -_STEP * i))  # no two are the same numbers
         for i, t in enumerate(spec.input_tensors)
     }
     for call, edge in zip(spec.calls, boundary(spec).edges, strict=True):

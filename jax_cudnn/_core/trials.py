@@ -88,7 +88,7 @@ class Bench:
     ) -> None:
         """Begins to compile what compares results, and ``xla``, the graph in XLA alone, if it is a
         way: XLA compiles in other threads while cuDNN plans. Raises MemoryError where the graph is
-        too large to be measured beside what is in memory, and what the reference raises."""
+        too large to be measured with what is in memory, and what the reference raises."""
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
             self._spec = spec
@@ -187,7 +187,7 @@ class Bench:
 
     def _begun(self, segments: Segments) -> Future[_Program]:
         """The program of a way. XLA autotunes its products on the device, so these are compiled
-        one after the other."""
+        sequentially."""
         products = any(
             c.node.anchor.product for s in segments if s.plan is None for c in s.spec.calls
         )

@@ -332,7 +332,7 @@ def _device(site: CudaDevice) -> compat.Device:
 
 
 def _in_thread(work: Callable[[], V], seconds: float | None = None) -> V:
-    """The result of work in a thread of its own, which no trace of the caller reaches, under JAX's
+    """The result of work in a separate thread, which no trace of the caller reaches, under JAX's
     usual settings; TimeoutError after so many seconds."""
     future: Future[V] = Future()
     _, as_in_caller = compat.settings_of_thread()

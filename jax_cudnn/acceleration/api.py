@@ -115,9 +115,10 @@ def accelerate(
             got=shown(numerics),
             fix="'fused' rounds once, at the end; 'strict' as your operations do",
         )
-    asked = KINDS if only is None else _listed(only)
+    requested = KINDS if only is None else _listed(only)
     left = () if without is None else _listed(without)
-    for name, kind in [*(("only", kind) for kind in asked), *(("without", kind) for kind in left)]:
+    named = [*(("only", kind) for kind in requested), *(("without", kind) for kind in left)]
+    for name, kind in named:
         if kind not in KINDS:
             raise GraphTypeError(
                 f"{name} of accelerate got an unknown kind",
@@ -125,7 +126,7 @@ def accelerate(
                 got=shown(kind),
                 fix=nearest(kind, KINDS, f"leave {name} out to look for all"),
             )
-    kinds = tuple(kind for kind in KINDS if kind in asked and kind not in left)
+    kinds = tuple(kind for kind in KINDS if kind in requested and kind not in left)
     return Accelerated(fn, kinds, numerics == "strict")
 
 
@@ -163,7 +164,7 @@ class Accelerated:
         """What is found in the function for these arguments, and what becomes of it on a GPU.
 
         Args:
-            *args, **kwargs: as for the function; ``jax.ShapeDtypeStruct`` in the place of arrays.
+            *args, **kwargs: as for the function; ``jax.ShapeDtypeStruct`` instead of arrays.
             gpu: the GPU to decide for, as in :func:`jax_cudnn.target`; by default the target, or
                 JAX's default device. Without one nothing is decided.
 
@@ -262,16 +263,16 @@ jax.tree_util.register_pytree_node(
 
 def _traced(run: Callable[..., Any], avals: Any) -> Any:
     """The jaxpr of a function of arrays, the leaves of its results, and their structure."""
-    told: list[Any] = []
+    reported: list[Any] = []
 
     @functools.wraps(run, updated=())  # errors of JAX name it, and its line
     def flat(*arrays: Any) -> Any:
         results, tree = jax.tree.flatten(run(*arrays))
-        told[:] = [_ARRAY if is_array(x) else x for x in results], tree
+        reported[:] = [_ARRAY if is_array(x) else x for x in results], tree
         return [*filter(is_array, results)]
 
     closed = jax.make_jaxpr(flat)(*avals)
-    return closed, *told
+    return closed, *reported
 
 
 def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[Program, Missed]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .following import Dims, Follower, Operand, Side, State, Unclear, moved, rooted, wide
+from .following import Dims, Follower, Operand, Side, State, Unclear, rooted, transposed_dims, wide
 from .program import Program
 from .region import Backward
 from .sampled import Leaf, Part, check
@@ -159,7 +159,7 @@ def _of_operand(
         user = at.users[0] if len(at.users) == 1 and not program.is_read(at) else None
         if user is None or user in inside or user.inner or len(user.outs) != 1:
             return _Gradient(value, i, unscaled, set())
-        if user.name in LAYOUT and (found := moved(user, names)) is not None:
+        if user.name in LAYOUT and (found := transposed_dims(user, names)) is not None:
             names = found
         elif factor := user.factor_of(at):
             now *= factor

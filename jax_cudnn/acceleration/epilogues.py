@@ -98,7 +98,7 @@ def _as_held(
 
 
 def _turned(program: Program, out: Value, lefts: int) -> Equation | None:
-    """The transpose that moves the dimensions of the left operand behind those of the right one."""
+    """The transpose that moves the dimensions of the left operand after those of the right one."""
     if program.is_read(out) or len(out.users) != 1 or out.users[0].name != "transpose":
         return None
     (after,), rank = out.users, len(out.shape)
@@ -136,10 +136,10 @@ def _convolution(program: Program, equation: Equation, taken: set[Equation]) -> 
 
 def _precision(equation: Equation) -> Any:
     """The precision as ``ops`` take it; False for one that they do not have, or operands."""
-    asked, (a, b) = equation.params["precision"], equation.ins
+    precision, (a, b) = equation.params["precision"], equation.ins
     if a is b or a.dtype != b.dtype or str(a.dtype) not in _FLOATS:
         return False
-    one = {*asked} if isinstance(asked, tuple) else {asked}
+    one = {*precision} if isinstance(precision, tuple) else {precision}
     found = one.pop() if len(one) == 1 else False
     return found if found is None or isinstance(found, jax.lax.Precision) else False
 
@@ -289,7 +289,7 @@ _seen: dict[Any, str | None] = {}
 
 
 def _activation(value: Value, equations: list[Equation]) -> str | None:
-    """The name of the activation that equations compute of a value; None if cuDNN has none."""
+    """The name of the activation that equations compute of a value; or None."""
     places = {value: -1, **{e.outs[0]: i for i, e in enumerate(equations)}}
     written = (
         (e.name, str(e.params), bool(e.own_calls), *(places.get(v, number(v)) for v in e.ins))
@@ -328,8 +328,8 @@ def _guards(equation: Equation) -> bool:
 
 
 def _same_kinks(value: Value, equations: list[Equation], name: str) -> bool:
-    """Whether the derivative where an activation has none is cuDNN's: at 0 ``jnp.maximum(x, 0)``
-    has 0.5, ``jax.nn.relu`` and cuDNN's 0."""
+    """Whether the derivative where an activation has none is as in cuDNN: at 0
+    ``jnp.maximum(x, 0)`` has 0.5, ``jax.nn.relu`` and cuDNN's 0."""
     with unwatched():
         at = jnp.asarray(_KINKS)
         last = equations[-1].outs[0]

@@ -66,7 +66,7 @@ def folded(affine: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
     return scale, bias
 
 
-def moved(equation: Equation, dims: Dims) -> Dims | None:
+def transposed_dims(equation: Equation, dims: Dims) -> Dims | None:
     """The dims of the result of an operation that moves dimensions; None if it mixes them."""
     sources = equation.sources
     return None if sources is None else tuple(None if i is None else dims[i] for i in sources)
@@ -186,7 +186,7 @@ class Follower:
     def _state(self, equation: Equation, given: list[Any]) -> Any:
         (out,), name, first = equation.outs, equation.name, given[0]
         if name in LAYOUT:
-            if first is None or (dims := moved(equation, first.dims)) is None:
+            if first is None or (dims := transposed_dims(equation, first.dims)) is None:
                 return None
             return replace(first, dims=dims)
         if equation.casts:

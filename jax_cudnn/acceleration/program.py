@@ -95,7 +95,7 @@ class Program:
                 yield from program.programs
 
     def _splits_a_derivative(self, region: Region) -> bool:
-        """Whether a function with a derivative of its own is replaced in part."""
+        """Whether a function with a custom derivative is replaced in part."""
         replaced = region.replaced
         calls = {call for e in replaced for call in e.own_calls}
         others = (e for e in self.equations if e.calls and e not in replaced) if calls else ()
@@ -128,7 +128,7 @@ class Program:
 
     def add(self, region: Region) -> None:
         """Adds a region that was found, unless it reads what is inside of another one, or the other
-        way round, or is a part of a function with a derivative of its own."""
+        way round, or is a part of a function with a custom derivative."""
         inside, reads = region.inside, {*region.reads}
         if reads & self._inside or inside & self._operands or self._splits_a_derivative(region):
             return
@@ -212,7 +212,7 @@ class Program:
         flush()
 
     def _emit(self, region: Region, at: Equation, env: dict) -> None:
-        """The results of a region, or of its derivative, in the place of an equation."""
+        """The results of a region, or of its derivative, instead of an equation."""
         backward, first = region.backward, region.first
         if backward is not None and at is not region.last:
             with compat.in_place_of(at.eqn, at.written):
@@ -236,7 +236,7 @@ def _value(env: dict, variable: Any) -> Value:
 
 
 def _seen_through(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr of a call that says nothing of its own about where and how it runs; and that of
+    """The jaxpr of a call that does not say where and how it runs; and that of
     JAX's own functions with a derivative, as relu and softmax."""
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit", "closed_call", "core_call"):

@@ -198,7 +198,7 @@ def as_aval(x: Any, aval: Any) -> Any:
 
 def site() -> Site | None:
     """The GPU that a function is traced for: the target, else JAX's default device; None where
-    that is no NVIDIA GPU. GraphError where a setting of the environment is not valid."""
+    it is not an NVIDIA GPU. GraphError where a setting of the environment is not valid."""
     settings()
     devices = [] if context.targeted() else default_devices()
     if not context.targeted() and not any(map(compat.is_cuda, devices)):

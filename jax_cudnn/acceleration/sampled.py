@@ -96,8 +96,8 @@ def _form(part: Part) -> Hashable:
             known = number(v) if v not in made and leaf is None else None
             ins.append(made.get(v, entering(leaf) if leaf else (known, str(v.dtype))))
         made[out] = len(made)
-        told = equation in part.forward, out in part.shifts, out in part.signs
-        found.append((equation.name, str(equation.params), *ins, of(part.dims[out]), *told))
+        marks = equation in part.forward, out in part.shifts, out in part.signs
+        found.append((equation.name, str(equation.params), *ins, of(part.dims[out]), *marks))
     ends = [(made[value], entering(leaf)) for value, leaf in part.targets.items()]
     return (*found, made[part.last], entering(part.cotangent), *ends)
 

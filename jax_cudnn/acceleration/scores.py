@@ -315,7 +315,7 @@ def _comparisons(mask: Side) -> Iterator[tuple[str, Side, Side]]:
 
 
 def _compared(mask: Side, roles: Roles) -> Seen | None:
-    """The band of ``f(query) >= g(key)``, where ``g`` increases, and the like; None for others."""
+    """The band of ``f(query) >= g(key)``, where ``g`` increases, or of ``>``, ``<``; or None."""
     compared = next(_comparisons(mask), None)
     if compared is None:
         return None

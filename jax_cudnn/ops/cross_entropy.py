@@ -206,12 +206,12 @@ def _reduced(
 
 
 def _in_blocks(
-    run: Any, start: Any, loss: _Loss, arrays: tuple[jax.Array, ...], beside: tuple[Any, ...]
+    run: Any, start: Any, loss: _Loss, arrays: tuple[jax.Array, ...], further: tuple[Any, ...]
 ) -> Any:
     """Scan over blocks of tokens. A block takes tokens from all over the array, so that where they
-    are sharded, each device has a part of each block. ``beside``: what all blocks read."""
+    are sharded, each device has a part of each block. ``further``: what all blocks read."""
     tokens, each = arrays[0].shape[0], loss.block
-    read = jax.tree.leaves((arrays, beside))
+    read = jax.tree.leaves((arrays, further))
     start = jax.tree.map(lambda x: align_varying((x, *read))[0], start)
     if each is None:
         return run(start, arrays)

@@ -178,7 +178,7 @@ def _jvp(primals: Any, tangents: Any, **how: Any) -> Any:
 
 
 def _batch(operands: Any, dims: Any, **how: Any) -> Any:
-    """Of equal tables one exchange with wider rows, otherwise one after the other."""
+    """Of equal tables one exchange with wider rows, otherwise sequentially."""
     x, tables = operands
     if dims[1] is None:
         x = jnp.moveaxis(x, dims[0], 1)

@@ -43,7 +43,7 @@ MUTATIONS = {
     "a norm is not compared": ("_core/agreement.py", "right &= found.relative <= max(limit, _ROUNDINGS * moved.relative)", "pass"),
     "integers may differ": ("_core/agreement.py", "if of.other:", "if False:"),
     "XLA's faster form where no way is right": ("_core/planning/placement.py", "return (replace(segment, strict=True),)", "return (segment,)"),
-    "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_APART * i)", "normal"),
+    "operands are the same numbers": ("_core/operands.py", "np.roll(normal, -_STEP * i)", "normal"),
     "a reference of NaN tells": ("_core/agreement.py", "if not of.informative:", "if False:"),
     "a step explains a whole result": ("_core/agreement.py", "if floats and not moved.relative <= _MOST:", "if False:"),
     "errors are not counted by size": ("_core/agreement.py", "if size >= worst", "if False"),

@@ -129,8 +129,8 @@ class GraphBuilder:
             compute = self._options.compute_data_type
         if all(isinstance(value, numbers.Number) for value in ports.values()):
             raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
-        beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
-        inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
+        others = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
+        inputs = {port: self._lift(value, port, others) for port, value in ports.items()}
         return self._append(computed(node, compute, inputs), inputs)
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
@@ -160,10 +160,10 @@ class GraphBuilder:
         self._tensors[state.name] = state
         return GraphTensor(self, state)
 
-    def _lift(self, value: Any, port: str, beside: Sequence[Any]) -> Tensor:
+    def _lift(self, value: Any, port: str, others: Sequence[Any]) -> Tensor:
         """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array;
-        ``beside`` are the tensors, arrays and numbers of the call."""
-        rank = max(len(getattr(x, "shape", ())) for x in beside)
+        ``others`` are the tensors, arrays and numbers of the call."""
+        rank = max(len(getattr(x, "shape", ())) for x in others)
         if isinstance(value, GraphTensor):
             if value._builder is not self:
                 raise GraphError(
@@ -178,11 +178,11 @@ class GraphBuilder:
                 value._state = self._tensors[own.name] = replace(own, shape=(1,) * rank)
             return value._state
         if isinstance(value, numbers.Real):
-            integral = beside_integers(str(x.dtype) for x in beside if hasattr(x, "dtype"))
+            integral = beside_integers(str(x.dtype) for x in others if hasattr(x, "dtype"))
             if integral and isinstance(value, numbers.Integral):
                 int32_range(port, value)
             if not isinstance(value, np.generic) or isinstance(value, float):
-                arrays = (x for x in beside if isinstance(x, (Tensor, jax.Array)))
+                arrays = (x for x in others if isinstance(x, (Tensor, jax.Array)))
                 kind = wide_dtype(*arrays).name
                 number = float(value) if kind == "float64" else float32_range(port, value)
                 dtype = "int32" if integral and isinstance(value, int) else kind

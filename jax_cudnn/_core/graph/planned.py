@@ -36,7 +36,7 @@ MERGED = "merged"
 
 
 class About(NamedTuple):
-    """What users are told of an operation, besides its docstring.
+    """What users read of an operation, besides its docstring.
 
     Attributes:
         requires: the versions, GPUs and shapes that cuDNN requires, for messages and the support
@@ -190,7 +190,7 @@ class Planned:
     method: ClassVar[str]
     """pygraph's method."""
     about: ClassVar[About] = About()
-    """What users are told of it."""
+    """What users read of it."""
     anchor: ClassVar[Anchor] = Anchor()
     """What cuDNN computes around this node, if it builds an engine around it."""
     xla_only: ClassVar[str] = ""

@@ -6,7 +6,7 @@ and integers are rounded as the graph says (docs/numerics.md states what this co
 
 - A product of 16-bit operands has a 16-bit result where only operations that keep the size of its
   error stand between it and 16-bit results of the graph: XLA writes half as much, and its libraries
-  add a bias or a residual, and a relu behind them, to a result of that dtype only.
+  add a bias or a residual, and a relu after them, to a result of that dtype only.
 - A factor of a product's result is multiplied into an operand where that is smaller.
 - A node may compute in another way than its reference (:meth:`.node.Node.xla`).
 """

@@ -133,25 +133,25 @@ def pattern(spec: GraphSpec) -> str:
     int8 + matmul" the graph reads int8 and converts it, whatever comes after.
     """
     orders, at_ports = layout(spec).orders, spec.at_ports
-    hearts, read = {}, {*spec.outputs, *_read(spec.calls)}
+    main_calls, read = {}, {*spec.outputs, *_read(spec.calls)}
     for i, (call, tensors) in enumerate(at_ports):
         ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
         if words := _of_node(spec, call, ports, read):
-            hearts[i] = words
+            main_calls[i] = words
     anchors = spec.anchors
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
         # in between does not count.
         kinds = _kinds(spec, spec.inputs) - {"float32"}
-        return _words([" + ".join(hearts.values()) or "pointwise", *sorted(kinds)])
+        return _words([" + ".join(main_calls.values()) or "pointwise", *sorted(kinds)])
     sets = CallSets(spec)
-    before = {*members(sets.before(sets.anchors))} - hearts.keys()
-    parts, new = list(hearts.values()), set[str]()
+    before = {*members(sets.before(sets.anchors))} - main_calls.keys()
+    parts, new = list(main_calls.values()), set[str]()
     if before:
         read = _read(spec.calls[i] for i in before).intersection(spec.inputs)
         new = _kinds(spec, read) - _kinds(spec, _read(anchors))
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
-    behind = [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]
+    behind = [c for i, c in enumerate(spec.calls) if i not in main_calls and i not in before]
     if behind and not new:  # converted operands cost cuDNN more than any epilogue
         epilogue = "epilogue"
         if not anchors[

@@ -27,7 +27,7 @@ _QUESTIONS, _REACH, _WIDTH = 64, 14, 24
 _TOTAL = 1024  # parts tried; beyond this, anchors are tried alone
 # The cost of starting a segment in bytes: an H200 moves as many in about two microseconds.
 _START = 8 << 20
-_NOT_ASKED = "XLA fuses it with its neighbours, with no more memory traffic than on cuDNN"
+_FUSED = "XLA fuses it with its neighbours, with no more memory traffic than on cuDNN"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def replanned(
     found = []
     for at, (calls, in_xla, reason) in enumerate(rows):
         piece = part(spec, calls)
-        asked = choice.pinned(piece, *pinned[at]) if at in pinned else piece
-        plan = None if in_xla else plan_of(asked)
+        requested = choice.pinned(piece, *pinned[at]) if at in pinned else piece
+        plan = None if in_xla else plan_of(requested)
         if isinstance(plan, Refusal):
             return plan
         found.append(PlannedSegment(piece, calls, plan, reason))
@@ -138,8 +138,8 @@ class _Search:
             level = sorted(grown, key=rank)[:_WIDTH]
             parts += level
         closed = [calls for calls in parts if self._sets.is_closed(calls, taken)]
-        asked = sorted(closed, key=rank)[: _QUESTIONS if len(self._answers) < _TOTAL else 0]
-        for calls in (*asked, anchor):
+        requested = sorted(closed, key=rank)[: _QUESTIONS if len(self._answers) < _TOTAL else 0]
+        for calls in (*requested, anchor):
             answer = self._answer(calls)
             if not isinstance(answer, Refusal):
                 return calls, answer
@@ -172,7 +172,7 @@ class _Search:
         if own and not (near and group & self._sets.anchors):
             return "; ".join(said)
         if not near:
-            return _NOT_ASKED
+            return _FUSED
         *_, calls, reason = min(near)
         names = ", ".join(self._spec.calls[i].name for i in members(calls))
         return "; ".join([f"{names}: {reason}", *said])

@@ -268,7 +268,7 @@ def _figures(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _said(graph: Mapping[str, Any]) -> Iterator[str]:
-    """What is known of a graph beside its picture."""
+    """What is known of a graph besides its picture."""
     for one in sorted(graph["measured"], key=lambda one: one["seconds"] or math.inf):
         time = "not measured" if one["seconds"] is None else f"{microseconds(one['seconds'])} us"
         yield ", ".join(

@@ -170,7 +170,7 @@ class _Layout:
         self.height = y - 2 * _LINE
 
     def _place(self, row: list[Any], near: Mapping[Any, Sequence[Any]]) -> None:
-        """Puts a layer's places beside each other, in the order of what they are connected with."""
+        """Orders the places of a layer by those that they are connected with."""
         want = {p: statistics.mean([self._x[q] for q in near[p]] or [self._x[p]]) for p in row}
         row.sort(key=want.__getitem__)
         right = -math.inf

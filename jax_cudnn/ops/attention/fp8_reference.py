@@ -35,7 +35,7 @@ def _stored_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """Attention of fp8 operands times their descales, in float32, beside the other scales.
+    """Attention of fp8 operands times their descales, in float32, with the other scales.
     ``weights`` and ``slopes`` are the dtypes of the softmax weights and of the scores' gradient in
     the products; empty without rounding."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class InXla(Node):
-    """An operation that cuDNN graphs lack, beside those for which the user asked."""
+    """An operation that cuDNN graphs lack, besides those for which the user asked."""
 
     about = About(requires="runs in XLA: not an operation of cuDNN graphs")
     xla_only = EVEN_IF_STRICT

@@ -114,7 +114,7 @@ class Grouped(Node):
     def known(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> tuple[str, dict[str, GraphTensor]]:
-        """The factor whose cotangent is asked for, and the other with that of the result."""
+        """The factor whose cotangent is wanted, and the other with that of the result."""
         factors = {port: tensors[port] for port in self.ports.input_names[:2]}
         given = {port: x for port, x in inputs.items() if port in factors}
         (port,) = factors.keys() - given.keys()
