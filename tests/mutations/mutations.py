@@ -35,7 +35,7 @@ MUTATIONS = {
     "groups take the weights' channels": ("ops/convolution/base.py", "if not i or not c or c % i or k % (c // i):", "if not i or not c or c % i:"),
     "gradient by the other operand": ("ops/convolution/base.py", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0]}", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0] * 2.0}"),
     "grouped offsets may leave the array": ("ops/matmul/grouped.py", "jnp.clip(offsets, 0, rows)", "offsets"),
-    "rows after the last group are its rows": ("ops/matmul/grouped.py", "jnp.where(row < bounds[-1], found, -1)", "found"),
+    "rows after the last group are its rows": ("ops/matmul/grouped.py", "jnp.where(past, -1, group % experts)", "group % experts"),
     "matmul's transposes swapped": ("ops/matmul/functions.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
     "a scale folded into the weight is lost": ("_core/graph/xla_form.py", "product.astype(inputs[port].dtype)}", "inputs[port]}"),
     "a product before a move is written wide": ("_core/graph/xla_form.py", "smooth = node.algebra.smooth or node.algebra.moves", "smooth = node.algebra.smooth"),
