@@ -155,7 +155,7 @@ def _operand(name: str, x: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4))  # outside of a jit a layout is a placement
 def _quantized(x: jax.Array, dtype: str, delayed: Any, rows: bool, columns: bool) -> _Narrow:
-    """An array in float8, in the orders that are asked for."""
+    """An array in float8, in the requested orders."""
     amax = amax_of(jnp.where(jnp.isfinite(x), x, 0))
     exponent = _exponent(scale_of(amax, dtype) if delayed is None else delayed)
     narrow = rounded(quantizable(x) * _power_of_2(exponent), dtype)
@@ -220,8 +220,8 @@ def _forward(kind: _Kind, x: Any, w: Any, scaling: Any) -> Any:
     leaves = jax.tree.leaves(scaling)
     x, w, scaling = jax.tree.map(lambda leaf: leaf.value, (x, w, scaling))
     y, narrow = _run(kind, x, w, scaling, differentiated=True)
-    asked = any(leaf.perturbed for leaf in leaves)
-    kept = narrow, scaling if asked else None
+    requested = any(leaf.perturbed for leaf in leaves)
+    kept = narrow, scaling if requested else None
     return (y, {name: each.amax for name, each in narrow.items()}), kept
 
 
