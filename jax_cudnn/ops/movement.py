@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,12 @@ from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
 from .._core.graph.planned import About, Example
+from .._core.rules import Derivation, Tensor, Tensors, Values
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
 from .reduction import Reduction
 from .transformations import anywhere, grown
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
 
 
 class Movement(Node):
@@ -104,7 +99,7 @@ class Reshape(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         return {"input": g.reshaped(cotangents["OUT_0"], tensors["input"].shape)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
@@ -155,7 +150,7 @@ class Transpose(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         back = sorted(range(len(self.permutation)), key=lambda axis: self.permutation[axis])
         return {"input": g.transposed(cotangents["OUT_0"], back)}
 
@@ -217,7 +212,7 @@ class BroadcastTo(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         return {"input": g.reduced(cotangents["OUT_0"], tensors["input"].shape)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:

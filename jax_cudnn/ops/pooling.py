@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,8 @@ from .._core.graph.dtypes import FLOATS, arithmetic
 from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
 from .._core.graph.planned import About, Example
 from .._core.graph.promotion import result_dtype
+from .._core.rules import Tensor, Tensors
 from .transformations import along
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors
-    from .._core.graph.spec import Tensor
 
 MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,8 @@ from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
 from .._core.graph.node import Fold, Node, Work, frozen, matched
 from .._core.graph.planned import About, Example
+from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere, grown
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
 
 
 def _over_magnitudes(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -167,9 +162,7 @@ class Reduction(Node):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return self._reduced(MODES[self.mode], input)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array) -> tuple[jax.Array, ...] | None:
         if self.mode not in IN_XLA or not is_floating(str(input.dtype)):
             return None
         if itemsize(input.dtype.name) != 2:  # of 16 bits one is chosen exactly
@@ -186,7 +179,7 @@ class Reduction(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         shape, out = tensors["input"].shape, cotangents["Y"]
         if self.mode == "AVG":
             if not all(isinstance(size, int) for size in shape):
@@ -203,9 +196,7 @@ class Reduction(Node):
 
         return anywhere(tensors, kept, node)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         mode = getattr(cudnn.reduction_mode, self.mode)

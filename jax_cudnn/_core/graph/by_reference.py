@@ -20,10 +20,7 @@ from .promotion import inferred
 from .reference import applied
 
 if TYPE_CHECKING:
-    from ..transforms.derivation import Derivation
-    from .node import Tensors, Values
-    from .spec import Tensor
-    from .tensor import GraphTensor
+    from ..rules import Derivation, GraphTensor, Tensor, Tensors, Values
 
 
 def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:

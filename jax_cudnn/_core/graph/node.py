@@ -42,12 +42,7 @@ from .planned import Work as Work
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
-    from ..transforms.derivation import Derivation
-    from .spec import Tensor
-    from .tensor import GraphTensor
-
-    Values = Mapping[str, GraphTensor]
-    Tensors = Mapping[str, Tensor]
+    from ..rules import Derivation, GraphTensor, Tensor, Tensors, Values
 
 T = TypeVar("T")
 
@@ -269,15 +264,15 @@ class Node(Planned):
         made = (math.prod(tensors[port].shape) for port in self.results if port in tensors)
         return Work(sum(made), self.method)
 
-    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def reference(self, *args: Any, **arrays: Any) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.
 
         Arrays arrive in the compute type, except for products and nodes that move elements, which
-        receive them unchanged. Only products get ``precision``.
+        receive them unchanged. They are keyword arguments; only products get ``precision``.
         """
         raise NotImplementedError
 
-    def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
+    def xla(self, *args: Any, **arrays: Any) -> tuple[jax.Array, ...] | None:
         """How XLA computes the node best on a GPU, where that is not the reference (None).
 
         Arrays arrive in the dtypes in which they are held. Results may differ from the reference's

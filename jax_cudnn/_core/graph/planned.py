@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .spec import GraphSpec, Tensor
 
 # Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
+Handles = Mapping[str, Any]
+"""pygraph's tensors by port, or keywords of its methods."""
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 
 XLA_ONLY, EVEN_IF_STRICT = "XLA only", "XLA, even if strict"
@@ -227,9 +229,7 @@ class Planned:
             if value is not None
         }
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port, of a
         port with several views one for each of them.
 

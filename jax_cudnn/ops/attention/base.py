@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,15 +28,12 @@ from ..._core.graph.node import (
     matched,
 )
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Handles, Tensor, Tensors
 from . import extras
 from .bias import LENGTHS, HasBias, HasLengths, check_int32
 from .reference import Attention, Band, bound
 from .score_mod.value import is_operand
 from .score_mod.written import prepared
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 _OF_HEADS = 8  # head sizes are multiples of this
@@ -249,9 +246,7 @@ class AttentionBase(HasLengths):
             keywords["use_padding_mask"] = True
         return {**tensors, **keywords}
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         made = getattr(pygraph, self.method)(**self.arguments(tensors), **common)
         return tuple(tensor for tensor in made if tensor is not None)
 

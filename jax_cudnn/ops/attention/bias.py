@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +22,7 @@ from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
 from ..._core.reasons import Reason
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
+from ..._core.rules import GraphSpec, Tensor, Tensors
 
 LENGTHS = ("seq_len_q", "seq_len_kv")
 _QUERIES, _KEYS = 2, 3  # dimensions of scores (B, H, Sq, Skv)

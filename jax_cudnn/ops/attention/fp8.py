@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,12 @@ from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import Fold, Node, frozen
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from ..scaling import E4M3, E5M2
 from .base import LENGTHS, AttentionBase, Deterministic, read_again
 from .fp8_reference import Fp8Attention
 from .fp8_tangent import gradients
 from .tangent import tangents_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 TILE = 128
 """Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
@@ -110,9 +105,7 @@ class Fp8Base(AttentionBase):
         """Whether all batch elements share an operand."""
         return port.startswith(("scale_", "descale_"))
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         return tangents_of(self, g, tangents, inputs, outputs)
 
 

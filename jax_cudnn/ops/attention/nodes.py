@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 
@@ -17,16 +17,10 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import Engines, Node, OtherForm, frozen
 from ..._core.graph.planned import Example
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras
 from .base import BOTTOM_RIGHT, Deterministic, SdpaBase
 from .tangent import gradients, tangents_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
-
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
 _EXTREMES = "score_max", "score_sum_exp"
@@ -146,16 +140,14 @@ class SdpaBackward(Deterministic, SdpaBase):
     def linear_in(self, ports: Collection[str]) -> bool:
         return {*ports} <= {"dO"}
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if not self.linear_in(tangents.keys()):
             inputs = with_mask(self, g, inputs)
         return by_reference.jvp(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         inputs = with_mask(self, g, inputs)
         return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
@@ -174,9 +166,7 @@ class SdpaBackward(Deterministic, SdpaBase):
         both = Emission.with_derivative(self.score_mod, tensors)
         return {"score_mod": both.forward, "score_mod_bprop": both.backward}
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         made = {}
         for name, port in _OPTIONAL.items():
             if getattr(self, name):
@@ -341,9 +331,7 @@ class Sdpa(SdpaBase):
         needs = tiles if "block_mask" in tensors else None
         return super().engines(tensors, graph)._replace(needs=needs)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         if "block_mask" in tensors and cudnn.backend_version() < extras.CUDNN_OF_TILES:
@@ -359,9 +347,7 @@ class Sdpa(SdpaBase):
         plain = dataclasses.replace(self, **dict.fromkeys(made, False))
         return (*SdpaBase.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         inputs = with_mask(self, g, inputs)
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.node import Draws, Fold, Node, View, advanced
 from ..._core.reasons import Reason
+from ..._core.rules import Handles, Tensor, Tensors
 from . import extras
 from . import reference as attention_reference
 from .base import check_heads, check_shapes
@@ -32,10 +33,6 @@ from .packed import (
 )
 from .reference import Arrays, Attention
 from .storage import Storage, tokens_first
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import Tensor
 
 _TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "o", "stats"))
@@ -162,9 +159,7 @@ class Paged(Storage):
             found["seq_len_q"] = jnp.minimum(found["seq_len_q"], room)
         return {**found, **clipped_lengths(self.scores(tensors), found)}
 
-    def emit(
-        self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, base: Node, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         named = {_TABLES.get(port, port): x for port, x in tensors.items() if port not in _OFFSETS}
         counts = []
         for port in ("k", "v"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,12 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
+from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines, Work
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import SOLVERS, ConvolutionGradient, Roles
 from .reference import convolved, cropped
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Work
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 
 @register
@@ -111,7 +108,7 @@ class ConvDgrad(ConvolutionGradient):
         uneven = (50,) if self.pre_padding != self.post_padding else ()
         return Engines(wrong=(*uneven, *((8,) if wide else super().engines(tensors, graph).wrong)))
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         filter = self.cross_correlated(filter)
@@ -229,7 +226,7 @@ class ConvWgrad(ConvolutionGradient):
         wrong = (*((1, 18, 20) if uneven else ()), *((2,) if any(n % 8 for n in channels) else ()))
         return Engines(wrong=(*wrong, *super().engines(tensors, graph).wrong))
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, image: jax.Array, loss: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]

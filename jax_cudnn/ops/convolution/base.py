@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,10 @@ from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
 from .order import in_mixed_orders
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
 _FEW = 8  # channels that cuDNN's 16-bit kernels read at once
@@ -133,7 +128,7 @@ class Convolution(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         # Each of image, weight and result is linear in the other two, by one of the convolutions.
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Convolution)}
         operands = {p: tensors[p] for p in self.ports.input_names}
@@ -278,9 +273,7 @@ class Convolution(Node):
             return weight
         return jnp.flip(weight, tuple(range(2, weight.ndim)))
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         rank = len(next(iter(tensors.values())).get_dim()) - 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,10 @@ from ..._core.graph.dtypes import arithmetic
 from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
 from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import product_dtype
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from ..transformations import along
 from .base import SOLVERS, Convolution, Roles
 from .reference import convolved
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 @register
@@ -116,7 +111,7 @@ class ConvFprop(Convolution):
             knob="KERNEL_CFG" if pointwise and several else "",
         )
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         weight = self.cross_correlated(weight)
@@ -202,8 +197,6 @@ class Genstats(Node):
             jnp.sum(input * input, axis=axes, keepdims=True),
         )
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         t, x, shape = tangents["input"], inputs["input"], outputs["SUM"].shape
         return {"SUM": g.reduced(t, shape), "SQ_SUM": g.reduced(g.mul(t, g.add(x, x)), shape)}

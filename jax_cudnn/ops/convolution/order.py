@@ -5,14 +5,9 @@ All measured on an H200 with cuDNN 9.19.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..._core.graph.layout import lies_so, shared
 from ..._core.reasons import Reason
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec
+from ..._core.rules import GraphSpec, Tensors
 
 
 def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> Reason | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,9 @@ from ..._core.graph.node import ROW_MAJOR, Anchor, Edge, Fold, Indices, Node, Wo
 from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
 from ..transformations import alike, along, product_jvp
 from .nodes import turned
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 MODES = ("NONE", "GATHER", "SCATTER")
 _POSITIONS = ("first_token_offset", "token_index", "token_ks")
@@ -232,7 +227,7 @@ class MoeGroupedMatmul(Grouped):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         if self.mode != "NONE":
             return NotImplemented
         port, known = self.known(g, cotangents, inputs, tensors)
@@ -253,9 +248,7 @@ class MoeGroupedMatmul(Grouped):
             2 * math.prod((*tensors["OUT_0"].shape, tensors["weight"].shape[1])), self.method
         )
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         offsets, weight = tensors["first_token_offset"].get_dim(), tensors["weight"].get_dim()
@@ -264,7 +257,7 @@ class MoeGroupedMatmul(Grouped):
         mode = getattr(cudnn.moe_grouped_matmul_mode, self.mode)
         return (pygraph.moe_grouped_matmul(**tensors, mode=mode, top_k=self.top_k, **common),)
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         token: jax.Array,
         weight: jax.Array,
@@ -361,7 +354,7 @@ class MoeGroupedMatmulBwd(Grouped):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         port, known = self.known(g, cotangents, inputs, tensors)
         weight = known["dweight"]
         node = MoeGroupedMatmul(compute_data_type=self.compute_data_type)
@@ -380,7 +373,7 @@ class MoeGroupedMatmulBwd(Grouped):
     def keywords(self) -> dict[str, Any]:
         return {}
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         doutput: jax.Array,
         token: jax.Array,

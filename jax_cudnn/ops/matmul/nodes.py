@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,10 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
 from ..._core.graph.planned import About, Example
 from ..._core.graph.promotion import computed, product_dtype, product_operands
+from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
 from ..transformations import alike, product_jvp
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Call, GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _ALIGNED = 16  # bytes
 
@@ -171,7 +167,7 @@ class Matmul(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         operands = {port: tensors[port] for port in ("A", "B")}
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
@@ -226,13 +222,13 @@ class Matmul(Node):
         others = {port: t for port, t in tensors.items() if t.shape[:-2] not in whole}
         return Edge({port: (*batch, *tensor.shape[-2:]) for port, tensor in others.items()})
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         A, B = product_operands(A, B, accumulator=arithmetic(self.compute_data_type))
         return self._multiplied(A, B, precision)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def xla(
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
         # XLA multiplies float8 as it is.
@@ -268,7 +264,7 @@ class Contraction(Matmul):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         operands = {port: tensors[port] for port in ("A", "B")}
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()

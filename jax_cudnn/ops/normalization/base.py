@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,10 @@ from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
 from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
+from ..._core.graph.spec import Call
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from .extents import Extent
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Call, GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 TRAINING, INFERENCE = "TRAINING", "INFERENCE"
 PHASES = (TRAINING, INFERENCE)
@@ -147,9 +143,7 @@ class Normalization(Normalizing):
         found = {"Y": y, "mean": mean, "inv_var": inv_var}
         return tuple(found[port] for port in self.results)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array, **others: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array, **others: jax.Array) -> tuple[jax.Array, ...] | None:
         axes = self.extent.reduced(input.shape, others["scale"].shape)
         size = math.prod(input.shape[axis] for axis in axes)
         kept = len(self.results) > 1
@@ -160,9 +154,7 @@ class Normalization(Normalizing):
         wide: Any = {port: x.astype(kind) for port, x in arrays.items()}
         return self.reference(**wide, moments=self.extent.at_once)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if "inv_var" not in outputs or not {*tangents} <= {"input", "scale", "bias"}:
             return super().jvp(g, tangents, inputs, outputs)
         shape = inputs["input"].shape
@@ -206,9 +198,7 @@ class Phased(Normalization):
             return dataclasses.replace(self, norm_forward_phase=INFERENCE)
         return self
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         phase = getattr(cudnn.norm_forward_phase, self.norm_forward_phase)
@@ -349,7 +339,7 @@ class NormalizationTangent(Derivative):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         y = self.made["Y"]
         linear = {port: name for port, name in self.given.items() if name not in inputs}
         if y not in cotangents or "input" not in linear or not {*inputs} >= {*self.inner}:

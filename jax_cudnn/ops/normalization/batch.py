@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 from jax.core import max_dim
@@ -16,6 +15,7 @@ from ..._core.graph.dtypes import FLOATS, arithmetic
 from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from .base import BACKWARD_PORTS, Moments, normalized
 from .channels import (
     CHANNELS,
@@ -26,12 +26,6 @@ from .channels import (
     ForwardOfChannels,
 )
 from .extents import Spatial, backward_example
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _MULTIPLE = 8
 
@@ -143,7 +137,7 @@ class Batchnorm(ForwardOfChannels):
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         return super().support(tensors, graph) or _odd_channels(tensors)
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         input: jax.Array,
         scale: jax.Array,
@@ -168,9 +162,7 @@ class Batchnorm(ForwardOfChannels):
             in_running_var + momentum * (unbiased - in_running_var),
         )
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         count = math.prod(inputs["input"].shape) // max(math.prod(outputs["mean"].shape), 1)
         known = isinstance(count, int)  # no constant of a graph is a symbolic size
         if not known or not {*tangents} <= {
@@ -183,7 +175,7 @@ class Batchnorm(ForwardOfChannels):
             return NotImplemented
         of_y = {p: t for p, t in tangents.items() if p in ("input", "scale", "bias")}
         own = {p: outputs[p] for p in ("Y", "mean", "inv_var")}
-        found = super().jvp(g, of_y, inputs, own) if of_y else {}
+        found = dict(super().jvp(g, of_y, inputs, own)) if of_y else {}
         # The tangent of the variance follows from that of inv_var = (var + epsilon)**-0.5. Dividing
         # three times avoids inv_var**3, which overflows in float16; 1 - momentum avoids
         # cancellation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
@@ -11,12 +11,9 @@ from ..._core.graph.dtypes import FP8
 from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial, backward_example
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 OF_CHANNELS = ANCHOR._replace(order=CHANNELS_LAST)

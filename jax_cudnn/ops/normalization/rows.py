@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
@@ -12,15 +11,10 @@ from ..._core.graph.node import BY_REFERENCE, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensors, Values
 from .base import BACKWARD_PORTS, TRAINING
 from .extents import Rows, backward_example
 from .rows_base import BackwardOfRows, ForwardOfRows, ones
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 @register

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,8 @@ from ..._core.graph.dims import Dims
 from ..._core.graph.node import Algebra, Engines, frozen
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Values
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _SMALL = (2, 8, 6, 6)
 TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
@@ -198,9 +192,7 @@ class Relu(Clipped):
             above = jnp.where(input >= high, high, input)
         return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array) -> tuple[jax.Array, ...] | None:
         # The only relu that XLA adds to a product. The maximum is exact in any dtype.
         return (jnp.maximum(input, 0),) if self.is_plain else None
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._core.graph.planned import Example
+from ..._core.rules import Derivation, GraphTensor
 from .elementwise import IMAGES, ROWS, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 
