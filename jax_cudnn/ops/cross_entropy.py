@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.primitive import align_varying
 from .arguments import floating, int32, integer, number, preferred_dtype, promoted
@@ -164,21 +164,12 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Ar
 
 
 def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any) -> None:
+    smoothing, z = number("label_smoothing", smoothing), number("z_loss", z)
+    one_of("reduction", reduction, ("mean", "sum", "none"))
     for name, valid, expected, got in (
         ("softcap", softcap is None or number("softcap", softcap) > 0, "above 0, or None", softcap),
-        (
-            "label_smoothing",
-            0 <= number("label_smoothing", smoothing) < 1,
-            "at least 0 and below 1",
-            smoothing,
-        ),
-        ("z_loss", number("z_loss", z) >= 0, "at least 0", z),
-        (
-            "reduction",
-            reduction in ("mean", "sum", "none"),
-            '"mean", "sum" or "none"',
-            reduction,
-        ),
+        ("label_smoothing", 0 <= smoothing < 1, "at least 0 and below 1", smoothing),
+        ("z_loss", z >= 0, "at least 0", z),
     ):
         if not valid:
             raise GraphError(f"{name} is not valid", expected=expected, got=shown(got))

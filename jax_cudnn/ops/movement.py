@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
@@ -73,13 +73,7 @@ class Reshape(Movement):
     def create(
         cls, reshape_mode: Any = "VIEW_ONLY", *, out_dims: Sequence[int] | None = None
     ) -> Reshape:
-        mode = getattr(reshape_mode, "name", reshape_mode)
-        if mode not in RESHAPE_MODES:
-            raise GraphError(
-                "unknown reshape_mode",
-                expected=" or ".join(map(repr, RESHAPE_MODES)),
-                got=repr(reshape_mode),
-            )
+        mode = one_of("reshape_mode", reshape_mode, RESHAPE_MODES)
         return cls(mode, None if out_dims is None else integers("out_dims", out_dims))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

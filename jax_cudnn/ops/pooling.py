@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
@@ -89,15 +89,8 @@ class Resample(Node):
         pre_padding: Sequence[int] = (),
         post_padding: Sequence[int] = (),
     ) -> Resample:
-        mode = getattr(resample_mode, "name", resample_mode)
-        if mode not in MODES:
-            raise GraphError(
-                "unknown resample_mode",
-                expected=", ".join(map(repr, MODES)),
-                got=repr(resample_mode),
-            )
         return cls(
-            mode,
+            one_of("resample_mode", resample_mode, MODES),
             integers("window", window, 1),
             integers("stride", stride, 1),
             integers("pre_padding", pre_padding),

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from .._core import compat
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
@@ -110,13 +110,8 @@ def ragged_dot(
     )
     rows = lhs.shape[0]
     sizes = within(sizes, rows)
-    if implementation not in ("xla", "mosaic"):
-        raise GraphError(
-            "ragged_dot has no such implementation",
-            expected='"xla" or "mosaic"',
-            got=shown(implementation),
-        )
-    how = {"precision": precision, "mosaic": implementation == "mosaic"}
+    chosen = one_of("implementation of ragged_dot", implementation, ("xla", "mosaic"))
+    how = {"precision": precision, "mosaic": chosen == "mosaic"}
     terms = _terms(bias, gate, (rows, rhs.shape[1 if turned else 2]), rhs.shape[0])
     name = activation_name(activation)
     y = _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, **how)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
@@ -126,11 +126,7 @@ class Reduction(Node):
 
     @classmethod
     def create(cls, mode: Any = "ADD", *, out_dims: Sequence[int] | None = None) -> Reduction:
-        name = getattr(mode, "name", mode)
-        if name not in MODES:
-            raise GraphError(
-                "unknown reduction mode", expected=", ".join(map(repr, MODES)), got=repr(mode)
-            )
+        name = one_of("reduction mode", mode, MODES)
         return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.errors import GraphError, GraphTypeError, one_of, shown
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
 from ..._core.graph.node import (
@@ -59,13 +59,7 @@ def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str,
     """The attributes with the alignment by name and the left and right bounds as integers;
     GraphError if they are not valid."""
     alignment = attributes.get("diagonal_alignment", TOP_LEFT)
-    name = getattr(alignment, "name", alignment)
-    if name not in (TOP_LEFT, BOTTOM_RIGHT):
-        raise GraphError(
-            "unknown diagonal_alignment",
-            expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
-            got=repr(alignment),
-        )
+    name = one_of("diagonal_alignment", alignment, (TOP_LEFT, BOTTOM_RIGHT))
     checked = {
         bound: _bound(bound, attributes.get(bound), least)
         for bound, least in zip(bounds, (1, 0), strict=True)

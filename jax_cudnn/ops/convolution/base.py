@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError
+from ..._core.errors import GraphError, one_of
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
@@ -75,13 +75,6 @@ class Convolution(Node):
                 expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
                 got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
             )
-        mode = getattr(convolution_mode, "name", convolution_mode)
-        if mode not in MODES:
-            raise GraphError(
-                "unknown convolution_mode",
-                expected=" or ".join(map(repr, MODES)),
-                got=repr(convolution_mode),
-            )
         both = () if padding is None else integers("padding", padding)
         sizes: Any = {name: integers(name, x) for name, x in dims.items() if x is not None}
         return cls(
@@ -89,7 +82,7 @@ class Convolution(Node):
             post_padding=integers("post_padding", both if post_padding is None else post_padding),
             stride=integers("stride", stride, 1),
             dilation=integers("dilation", dilation, 1),
-            convolution_mode=mode,
+            convolution_mode=one_of("convolution_mode", convolution_mode, MODES),
             **sizes,
         )
 

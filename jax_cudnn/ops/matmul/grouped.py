@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.errors import GraphError, GraphTypeError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
@@ -185,12 +185,7 @@ class MoeGroupedMatmul(Grouped):
 
     @classmethod
     def create(cls, *, mode: Any = "NONE", top_k: int = 1) -> MoeGroupedMatmul:
-        name = getattr(mode, "name", mode)
-        if name not in MODES:
-            raise GraphError(
-                "unknown mode", expected=" or ".join(map(repr, MODES)), got=shown(mode)
-            )
-        return cls(name, *integers("top_k", (top_k,), 1))
+        return cls(one_of("mode", mode, MODES), *integers("top_k", (top_k,), 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})

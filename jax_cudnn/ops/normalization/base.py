@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError
+from ..._core.errors import GraphError, one_of
 from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
@@ -179,14 +179,7 @@ class Phased(Normalization):
 
     @classmethod
     def create(cls, norm_forward_phase: Any = TRAINING) -> Phased:
-        phase = getattr(norm_forward_phase, "name", norm_forward_phase)
-        if phase not in PHASES:
-            raise GraphError(
-                "unknown norm_forward_phase",
-                expected=" or ".join(map(repr, PHASES)),
-                got=repr(norm_forward_phase),
-            )
-        return cls(phase)
+        return cls(one_of("norm_forward_phase", norm_forward_phase, PHASES))
 
     @property
     def results(self) -> tuple[str, ...]:
