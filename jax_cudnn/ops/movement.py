@@ -58,12 +58,8 @@ class Reshape(Movement):
     ports = Dims.parse("input: *x -> OUT_0: *y")
     about = Movement.about._replace(jax_names=("reshape", "ravel", "expand_dims", "squeeze"))
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
-        Example(
-            {"input": (2, 3, 4, 5)},
-            "float32",
-            {"reshape_mode": "LOGICAL", "out_dims": [6, 20]},
-        ),
+        Example.of("input: 4 6 8", out_dims=[4, 48, 1]),
+        Example.of("input: 2 3 4 5", "float32", reshape_mode="LOGICAL", out_dims=[6, 20]),
     )
 
     reshape_mode: str = "VIEW_ONLY"
@@ -118,8 +114,8 @@ class Transpose(Movement):
     ports = Dims.parse("input: *x -> OUT_0: *y")
     about = Movement.about._replace(jax_names=("transpose", "swapaxes", "moveaxis", "permute_dims"))
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
-        Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
+        Example.of("input: 4 6 8", permutation=[0, 2, 1]),
+        Example.of("input: 2 3 4 5", "float32", permutation=[2, 0, 3, 1]),
     )
 
     permutation: tuple[int, ...]
@@ -176,8 +172,8 @@ class BroadcastTo(Movement):
     )
     algebra = Algebra(moves=True, recomputed=True)
     examples = (
-        Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
-        Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),
+        Example.of("input: 4 1 8", out_dims=[4, 6, 8]),
+        Example.of("input: 3 1", "float32", out_dims=[3, 5]),
     )
 
     out_dims: tuple[int, ...]

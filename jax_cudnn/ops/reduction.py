@@ -100,10 +100,10 @@ class Reduction(Node):
     )
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     examples = (
-        Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
-        Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
-        Example({"input": (4, 96, 128)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 1, 128]}),
-        Example({"input": (8, 32, 14, 14)}, "float16", {"mode": "ADD", "out_dims": [8, 1, 14, 14]}),
+        Example.of("input: 8 64 28 28", mode="ADD", out_dims=[1, 64, 1, 1]),
+        Example.of("input: 512 256", "float32", mode="ADD", out_dims=[512, 1]),
+        Example.of("input: 4 96 128", mode="ADD", out_dims=[1, 1, 128]),
+        Example.of("input: 8 32 14 14", "float16", mode="ADD", out_dims=[8, 1, 14, 14]),
         *(
             Example({"input": shape}, dtype, {"mode": mode, "out_dims": out})
             for mode in ("MIN", "MAX", "AMAX")
@@ -112,11 +112,9 @@ class Reduction(Node):
                 ((512, 256), "float32", [512, 1]),
             )
         ),
-        Example({"input": (8, 64, 14, 14)}, "float32", {"mode": "AMAX", "out_dims": [1, 1, 1, 1]}),
+        Example.of("input: 8 64 14 14", "float32", mode="AMAX", out_dims=[1, 1, 1, 1]),
         *(
-            Example(
-                {"input": (64, 16)}, "float32", {"mode": mode, "out_dims": [64, 1]}, alone=False
-            )
+            Example.of("input: 64 16", "float32", alone=False, mode=mode, out_dims=[64, 1])
             for mode in ("MUL", "AVG", "NORM1", "NORM2", "MUL_NO_ZEROS")
         ),
     )

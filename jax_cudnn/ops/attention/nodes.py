@@ -78,18 +78,11 @@ class SdpaBackward(Deterministic, SdpaBase):
         "-> dQ: b h s d, dK: b n t d, dV: b c t e, dBias: *m, dSink_token: *z"
     )
     examples = (
-        Example(
-            {
-                "q": (2, 4, 128, 64),
-                "k": (2, 2, 128, 64),
-                "v": (2, 2, 128, 64),
-                "o": (2, 4, 128, 64),
-                "dO": (2, 4, 128, 64),
-                "stats": (2, 4, 128, 1),
-            },
-            dtypes={"stats": "float32"},
-            attributes={"attn_scale": 0.125},
+        Example.of(
+            "q: 2 4 128 64, k: 2 2 128 64, v: 2 2 128 64, o: 2 4 128 64, dO: 2 4 128 64, "
+            "stats: float32 2 4 128 1",
             positive=("stats",),
+            attn_scale=0.125,
         ),
     )
 
@@ -241,29 +234,18 @@ class Sdpa(SdpaBase):
         "-> O: b h s e, Stats: *l, RNG_DUMP: *r, score_max: *l, score_sum_exp: *l"
     )
     examples = (
-        Example(
-            {"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)},
-            attributes={"attn_scale": 0.125},
-        ),
-        Example(
-            {"q": (2, 4, 128, 64), "k": (2, 4, 192, 64), "v": (2, 4, 192, 64)},
+        Example.of("q: 2 4 128 64, k: 2 2 128 64, v: 2 2 128 64", attn_scale=0.125),
+        Example.of(
+            "q: 2 4 128 64, k: 2 4 192 64, v: 2 4 192 64",
             "float16",
-            attributes={
-                "attn_scale": 0.125,
-                "diagonal_alignment": BOTTOM_RIGHT,
-                "diagonal_band_left_bound": 64,
-                "diagonal_band_right_bound": 0,
-                "generate_stats": False,
-            },
+            attn_scale=0.125,
+            diagonal_alignment=BOTTOM_RIGHT,
+            diagonal_band_left_bound=64,
+            diagonal_band_right_bound=0,
+            generate_stats=False,
         ),
-        Example(
-            {
-                "q": (2, 4, 128, 64),
-                "k": (2, 4, 128, 64),
-                "v": (2, 4, 128, 64),
-                "bias": (2, 1, 128, 128),
-            },
-            attributes={"attn_scale": 0.125},
+        Example.of(
+            "q: 2 4 128 64, k: 2 4 128 64, v: 2 4 128 64, bias: 2 1 128 128", attn_scale=0.125
         ),
     )
 

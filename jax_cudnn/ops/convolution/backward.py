@@ -51,35 +51,31 @@ class ConvDgrad(ConvolutionGradient):
         jax_names=("conv_transpose",),
     )
     examples = (
-        Example(
-            {"loss": (8, 64, 28, 28), "filter": (64, 32, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"loss": (4, 64, 14, 15), "filter": (64, 32, 3, 3)},
+        Example.of("loss: 8 64 28 28, filter: 64 32 3 3", padding=[1, 1]),
+        Example.of(
+            "loss: 4 64 14 15, filter: 64 32 3 3",
             "float16",
-            {"padding": [1, 1], "stride": [2, 1], "out_dims": [4, 32, 28, 15]},
+            padding=[1, 1],
+            stride=[2, 1],
+            out_dims=[4, 32, 28, 15],
         ),
-        Example(
-            {"loss": (2, 32, 16, 16), "filter": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example({"loss": (4, 24, 24), "filter": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"loss": (2, 32, 6, 9, 8), "filter": (32, 4, 3, 3, 3)},
+        Example.of("loss: 2 32 16 16, filter: 32 16 3 3", "float32", dilation=[2, 2]),
+        Example.of("loss: 4 24 24, filter: 24 16 3", stride=[2]),
+        Example.of(
+            "loss: 2 32 6 9 8, filter: 32 4 3 3 3",
             "float16",
-            {"padding": [1, 1, 1], "out_dims": [2, 16, 6, 9, 8]},
+            padding=[1, 1, 1],
+            out_dims=[2, 16, 6, 9, 8],
         ),
-        Example(
-            {"loss": (4, 32, 7, 7), "filter": (32, 1, 3, 3)},
-            "bfloat16",
-            {
-                "pre_padding": [0, 1],
-                "post_padding": [1, 0],
-                "stride": [2, 2],
-                "out_dims": [4, 32, 15, 14],
-                "convolution_mode": "CONVOLUTION",
-            },
+        Example.of(
+            "loss: 4 32 7 7, filter: 32 1 3 3",
+            pre_padding=[0, 1],
+            post_padding=[1, 0],
+            stride=[2, 2],
+            out_dims=[4, 32, 15, 14],
+            convolution_mode="CONVOLUTION",
         ),
-        Example({"loss": (2, 16, 5, 5), "filter": (16, 16, 3, 3)}, "int8", alone=False),
+        Example.of("loss: 2 16 5 5, filter: 16 16 3 3", "int8", alone=False),
     )
 
     def smallest(self, first: Shape, second: Shape) -> Shape:
@@ -178,37 +174,31 @@ class ConvWgrad(ConvolutionGradient):
         "flipped weight",
     )
     examples = (
-        Example(
-            {"image": (8, 32, 28, 28), "loss": (8, 64, 28, 28)},
-            "bfloat16",
-            {"padding": [1, 1], "out_dims": [64, 32, 3, 3]},
-        ),
-        Example(
-            {"image": (4, 32, 28, 15), "loss": (4, 64, 14, 15)},
+        Example.of("image: 8 32 28 28, loss: 8 64 28 28", padding=[1, 1], out_dims=[64, 32, 3, 3]),
+        Example.of(
+            "image: 4 32 28 15, loss: 4 64 14 15",
             "float16",
-            {"padding": [1, 1], "stride": [2, 1], "out_dims": [64, 32, 3, 3]},
+            padding=[1, 1],
+            stride=[2, 1],
+            out_dims=[64, 32, 3, 3],
         ),
-        Example(
-            {"image": (2, 16, 20, 20), "loss": (2, 32, 16, 16)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example({"image": (4, 16, 49), "loss": (4, 24, 24)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"image": (2, 16, 6, 9, 8), "loss": (2, 32, 6, 9, 8)},
+        Example.of("image: 2 16 20 20, loss: 2 32 16 16", "float32", dilation=[2, 2]),
+        Example.of("image: 4 16 49, loss: 4 24 24", stride=[2]),
+        Example.of(
+            "image: 2 16 6 9 8, loss: 2 32 6 9 8",
             "float16",
-            {"padding": [1, 1, 1], "out_dims": [32, 4, 3, 3, 3]},
+            padding=[1, 1, 1],
+            out_dims=[32, 4, 3, 3, 3],
         ),
-        Example(
-            {"image": (4, 32, 15, 14), "loss": (4, 32, 7, 7)},
-            "bfloat16",
-            {
-                "pre_padding": [0, 1],
-                "post_padding": [1, 0],
-                "stride": [2, 2],
-                "out_dims": [32, 1, 3, 3],
-                "convolution_mode": "CONVOLUTION",
-            },
+        Example.of(
+            "image: 4 32 15 14, loss: 4 32 7 7",
+            pre_padding=[0, 1],
+            post_padding=[1, 0],
+            stride=[2, 2],
+            out_dims=[32, 1, 3, 3],
+            convolution_mode="CONVOLUTION",
         ),
-        Example({"image": (2, 16, 7, 7), "loss": (2, 16, 5, 5)}, "int8", alone=False),
+        Example.of("image: 2 16 7 7, loss: 2 16 5 5", "int8", alone=False),
     )
 
     def smallest(self, first: Shape, second: Shape) -> Shape:

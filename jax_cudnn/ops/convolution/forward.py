@@ -56,37 +56,22 @@ class ConvFprop(Convolution):
         jax_names=("conv_general_dilated", "conv", "conv_with_general_padding"),
     )
     examples = (
-        Example(
-            {"image": (8, 64, 28, 28), "weight": (64, 64, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"image": (4, 32, 15, 17), "weight": (48, 32, 5, 3)}, "float16", {"stride": [2, 1]}
-        ),
-        Example(
-            {"image": (2, 16, 20, 20), "weight": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example(
-            {"image": (4, 32, 16, 16), "weight": (64, 32, 2, 2)},
-            "bfloat16",
-            {"pre_padding": [0, 1], "post_padding": [1, 0]},
-        ),
-        Example({"image": (4, 16, 50), "weight": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"image": (2, 16, 6, 9, 8), "weight": (32, 16, 3, 3, 3)},
+        Example.of("image: 8 64 28 28, weight: 64 64 3 3", padding=[1, 1]),
+        Example.of("image: 4 32 15 17, weight: 48 32 5 3", "float16", stride=[2, 1]),
+        Example.of("image: 2 16 20 20, weight: 32 16 3 3", "float32", dilation=[2, 2]),
+        Example.of("image: 4 32 16 16, weight: 64 32 2 2", pre_padding=[0, 1], post_padding=[1, 0]),
+        Example.of("image: 4 16 50, weight: 24 16 3", stride=[2]),
+        Example.of(
+            "image: 2 16 6 9 8, weight: 32 16 3 3 3",
             "float16",
-            {"padding": [1, 1, 1], "convolution_mode": "CONVOLUTION"},
+            padding=[1, 1, 1],
+            convolution_mode="CONVOLUTION",
         ),
-        Example(
-            {"image": (4, 32, 14, 14), "weight": (32, 1, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"image": (4, 32, 14, 14), "weight": (48, 8, 3, 3)}, "float32", {"padding": [1, 1]}
-        ),
-        Example({"image": (2, 16, 8, 8), "weight": (16, 16, 3, 3)}, "int8"),
-        Example(
-            {"image": (4, 32, 16, 16), "weight": (64, 32, 3, 3)}, "float8_e4m3fn", out="bfloat16"
-        ),
-        Example({"image": (4, 32, 9, 9), "weight": (32, 1, 3, 3)}, "float8_e4m3fn", alone=False),
+        Example.of("image: 4 32 14 14, weight: 32 1 3 3", padding=[1, 1]),
+        Example.of("image: 4 32 14 14, weight: 48 8 3 3", "float32", padding=[1, 1]),
+        Example.of("image: 2 16 8 8, weight: 16 16 3 3", "int8"),
+        Example.of("image: 4 32 16 16, weight: 64 32 3 3", "float8_e4m3fn", out="bfloat16"),
+        Example.of("image: 4 32 9 9, weight: 32 1 3 3", "float8_e4m3fn", alone=False),
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -171,8 +156,8 @@ class Genstats(Node):
         "is also returned; in other graphs, two reductions compute the same sums",
     )
     examples = (
-        Example({"input": (8, 64, 28, 28)}, "float16", alone=False),
-        Example({"input": (2, 16, 5, 6)}, "float32", alone=False),
+        Example.of("input: 8 64 28 28", "float16", alone=False),
+        Example.of("input: 2 16 5 6", "float32", alone=False),
     )
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:

@@ -59,11 +59,6 @@ def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
     return jnp.where(past, -1, group % experts)
 
 
-def _example(dtype: str, attributes: Any = None, **inputs: Shape) -> Example:
-    positions = dict.fromkeys((port for port in inputs if port in _POSITIONS), "int32")
-    return Example(inputs, dtype, attributes or {}, positions)
-
-
 @frozen
 class Grouped(Node):
     """What both products share."""
@@ -168,16 +163,14 @@ class MoeGroupedMatmul(Grouped):
         jax_names=("ragged_dot", "ragged_dot_general"),
     )
     examples = (
-        _example("bfloat16", token=(1, 64, 32), weight=(4, 32, 48), first_token_offset=(4, 1, 1)),
-        _example(
+        Example.of("token: 1 64 32, weight: 4 32 48, first_token_offset: int32 4 1 1"),
+        Example.of(
+            "token: 1 24 32, weight: 3 32 16, first_token_offset: int32 7 1 1, "
+            "token_index: int32 1 48 1",
             "float16",
-            {"mode": "GATHER"},
-            token=(1, 24, 32),
-            weight=(3, 32, 16),
-            first_token_offset=(7, 1, 1),
-            token_index=(1, 48, 1),
+            mode="GATHER",
         ),
-        _example("float32", token=(1, 24, 16), weight=(1, 16, 8), first_token_offset=(2, 1, 1)),
+        Example.of("token: 1 24 16, weight: 1 16 8, first_token_offset: int32 2 1 1", "float32"),
     )
 
     mode: str = "NONE"
@@ -315,13 +308,11 @@ class MoeGroupedMatmulBwd(Grouped):
     ports = Dims.parse("doutput: one s n, token: one s k, first_token_offset: *f -> dweight: e k n")
     about = About(requires="cuDNN 9.22 for CUDA 13; with CUDA 12 it runs in XLA; planned alone")
     examples = (
-        _example("bfloat16", doutput=(1, 64, 48), token=(1, 64, 32), first_token_offset=(4, 1, 1)),
-        _example(
+        Example.of("doutput: 1 64 48, token: 1 64 32, first_token_offset: int32 4 1 1"),
+        Example.of(
+            "doutput: 1 24 16, token: 1 24 8, first_token_offset: int32 7 1 1",
             "float16",
-            {"out_dims": [3, 8, 16]},
-            doutput=(1, 24, 16),
-            token=(1, 24, 8),
-            first_token_offset=(7, 1, 1),
+            out_dims=[3, 8, 16],
         ),
     )
 

@@ -78,26 +78,16 @@ class Matmul(Node):
     anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY, order=MATRICES)
     dtypes = PRODUCTS
     examples = (
-        Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
-        Example({"A": (4, 64, 96), "B": (4, 96, 40)}, "float16"),
-        Example({"A": (3, 63, 65), "B": (1, 65, 33)}, "float32"),
-        Example({"A": (1, 64, 32), "B": (4, 32, 48)}, "bfloat16", {"padding": 1.0}),
-        Example({"A": (2, 64, 128), "B": (2, 128, 32)}, "int8"),
-        Example({"A": (2, 3, 64, 128), "B": (2, 3, 128, 32)}, "bfloat16"),
-        Example({"A": (2, 3, 64, 32), "B": (1, 1, 32, 48)}, "float16"),
-        Example({"A": (64, 128), "B": (128, 32)}, "float16"),
-        Example(
-            {"A": (1, 64, 128), "B": (1, 128, 64)},
-            "float8_e4m3fn",
-            dtypes={"B": "float8_e5m2"},
-            out="bfloat16",
-        ),
-        Example(
-            {"A": (1, 64, 128), "B": (1, 128, 64)},
-            "bfloat16",
-            dtypes={"B": "float32"},
-            alone=False,
-        ),
+        Example.of("A: 1 128 256, B: 1 256 512"),
+        Example.of("A: 4 64 96, B: 4 96 40", "float16"),
+        Example.of("A: 3 63 65, B: 1 65 33", "float32"),
+        Example.of("A: 1 64 32, B: 4 32 48", padding=1.0),
+        Example.of("A: 2 64 128, B: 2 128 32", "int8"),
+        Example.of("A: 2 3 64 128, B: 2 3 128 32"),
+        Example.of("A: 2 3 64 32, B: 1 1 32 48", "float16"),
+        Example.of("A: 64 128, B: 128 32", "float16"),
+        Example.of("A: 1 64 128, B: float8_e5m2 1 128 64", "float8_e4m3fn", out="bfloat16"),
+        Example.of("A: 1 64 128, B: float32 1 128 64", alone=False),
     )
 
     padding: float = 0.0

@@ -120,15 +120,11 @@ class Batchnorm(ForwardOfChannels):
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(
-        Example(
-            {
-                "input": IMAGES,
-                **dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), CHANNELS),
-                "epsilon": 1e-5,
-                "momentum": 0.1,
-            },
+        Example.of(
+            "input: 8 64 14 14, scale: float32 1 64 1 1, bias: float32 1 64 1 1, "
+            "in_running_mean: float32 1 64 1 1, in_running_var: float32 1 64 1 1, "
+            "epsilon: 1e-5, momentum: 0.1",
             dtype,
-            dtypes=dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), "float32"),
             positive=("in_running_var",),
         )
         for dtype in ("bfloat16", "float16", "float32")
@@ -221,12 +217,9 @@ class BatchnormInference(Node):
     dtypes = FLOATS
     about = About(requires="runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200")
     examples = (
-        Example(
-            {
-                "input": IMAGES,
-                **dict.fromkeys(("mean", "inv_variance", "scale", "bias"), CHANNELS),
-            },
-            dtypes=dict.fromkeys(("mean", "inv_variance", "scale", "bias"), "float32"),
+        Example.of(
+            "input: 8 64 14 14, mean: float32 1 64 1 1, inv_variance: float32 1 64 1 1, "
+            "scale: float32 1 64 1 1, bias: float32 1 64 1 1",
             positive=("inv_variance",),
         ),
     )

@@ -145,17 +145,10 @@ class Instancenorm(ForwardOfChannels, Phased):
     extent = Spatial(batch=False)
     backward = InstancenormBackward
     examples = (
-        Example(
-            {"input": IMAGES, "scale": CHANNELS, "bias": CHANNELS, "epsilon": 1e-5},
-            dtypes={"scale": "float32", "bias": "float32"},
+        Example.of(
+            "input: 8 64 14 14, scale: float32 1 64 1 1, bias: float32 1 64 1 1, epsilon: 1e-5"
         ),
-        Example(
-            {
-                "input": (2, 16, 4, 6, 5),
-                "scale": (1, 16, 1, 1, 1),
-                "bias": (1, 16, 1, 1, 1),
-                "epsilon": 1e-5,
-            },
-            "float32",
+        Example.of(
+            "input: 2 16 4 6 5, scale: 1 16 1 1 1, bias: 1 16 1 1 1, epsilon: 1e-5", "float32"
         ),
     )

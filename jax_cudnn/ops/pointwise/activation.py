@@ -19,7 +19,7 @@ from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 _SMALL = (2, 8, 6, 6)
 TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
-_UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
+_UNARY = (*usual("input"), Example.of("input: 4 32 15 17", "float16"))
 
 
 def with_attributes(graph: GraphSpec) -> Engines:
@@ -172,7 +172,7 @@ class Relu(Clipped):
     method = "relu"
     ports = Dims.parse("input: ... -> OUT_0: ...")
     about = About(jax_names=("relu", "relu6"))
-    examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
+    examples = (*_UNARY, *small(("input",), *CLIPS), Example.of("input: 64 1", "float32"))
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.

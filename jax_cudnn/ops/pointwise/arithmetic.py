@@ -188,7 +188,7 @@ def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
     adds=True,
     examples=(
         Example({"input": IMAGES, "bias": (1, 64, 1, 1)}, "bfloat16"),
-        Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),
+        Example.of("input: 2 128 96, bias: 1 1 96", "float32"),
     ),
     slopes={"input": lambda g, t: t, "bias": lambda g, t: t},
 )
@@ -210,7 +210,7 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
     multiplies=True,
     examples=(
         Example({"input": IMAGES, "scale": (1, 64, 1, 1)}, "bfloat16"),
-        Example({"input": (2, 128, 96), "scale": (1, 1, 96)}, "float32"),
+        Example.of("input: 2 128 96, scale: 1 1 96", "float32"),
     ),
     slopes={
         "input": lambda g, t, scale: t * scale,

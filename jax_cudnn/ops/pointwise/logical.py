@@ -161,8 +161,8 @@ class GenIndex(Pointwise):
         jax_names=("iota", "broadcasted_iota", "arange", "indices"),
     )
     examples = (
-        Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
-        Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
+        Example.of("input: 2 8 6 10", axis=1),
+        Example.of("input: 2 8 6 10", "float32", axis=-1),
     )
 
     axis: int
