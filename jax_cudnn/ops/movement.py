@@ -14,8 +14,8 @@ from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import LEAD, Algebra, Fold, Node, frozen, matched
+from .._core.graph.planned import XLA_ONLY, About, Example
 from .._core.rules import Derivation, Tensor, Tensors, Values
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add

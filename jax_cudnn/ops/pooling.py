@@ -14,8 +14,8 @@ from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import Fold, Node, frozen, matched
+from .._core.graph.planned import XLA_ONLY, About, Example, Work
 from .._core.graph.promotion import result_dtype
 from .._core.rules import Tensor, Tensors
 from .transformations import along

@@ -14,8 +14,8 @@ from .._core.errors import GraphError, one_of
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, Work, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import Fold, Node, frozen, matched
+from .._core.graph.planned import About, Example, Work
 from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere, grown
 

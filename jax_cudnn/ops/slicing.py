@@ -13,8 +13,8 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import LEAD, Algebra, Fold, Node, frozen, matched
+from .._core.graph.planned import XLA_ONLY, About, Example, Seen
 from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere
 

@@ -3,7 +3,6 @@
 A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
 ``builder.register`` checks the contract, so a wrong node fails at import. This file
 defines an operation's meaning and its transformations; planned.py defines how it maps to cuDNN.
-Operations import the names of both from here.
 """
 
 from __future__ import annotations
@@ -21,24 +20,7 @@ import jax
 from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, float32_range
-from .planned import ANY as ANY
-from .planned import CHANNELS_LAST as CHANNELS_LAST
-from .planned import EVEN_IF_STRICT as EVEN_IF_STRICT
-from .planned import MATRICES as MATRICES
-from .planned import MERGED as MERGED
-from .planned import NUMBERS_ONLY as NUMBERS_ONLY
-from .planned import ONE_ELEMENT as ONE_ELEMENT
-from .planned import ROW_MAJOR as ROW_MAJOR
-from .planned import XLA_ONLY as XLA_ONLY
-from .planned import About as About
-from .planned import Anchor as Anchor
-from .planned import Edge as Edge
-from .planned import Engines as Engines
-from .planned import Example, Planned
-from .planned import OtherForm as OtherForm
-from .planned import Seen as Seen
-from .planned import View as View
-from .planned import Work as Work
+from .planned import Example, Planned, Work
 from .promotion import result_dtype
 
 if TYPE_CHECKING:

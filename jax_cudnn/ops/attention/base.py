@@ -11,21 +11,16 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError, one_of, shown
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import (
+from ..._core.graph.node import Draws, Fold, Indices, Node, frozen, matched
+from ..._core.graph.planned import (
     NUMBERS_ONLY,
     ROW_MAJOR,
     About,
     Anchor,
-    Draws,
     Engines,
-    Fold,
-    Indices,
-    Node,
     OtherForm,
     Seen,
     Work,
-    frozen,
-    matched,
 )
 from ..._core.reasons import Reason
 from ..._core.rules import GraphSpec, Handles, Tensor, Tensors

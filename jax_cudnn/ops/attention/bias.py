@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, GraphTypeError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
+from ..._core.graph.node import Indices, Node, frozen
+from ..._core.graph.planned import Edge, Engines, Seen, View
 from ..._core.reasons import Reason
 from ..._core.rules import GraphSpec, Tensor, Tensors
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ..._core.graph.by_reference import derived_ports
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import EVEN_IF_STRICT, About, Node, frozen
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import EVEN_IF_STRICT, About
 from ..._core.rules import Derivation, GraphTensor, Tensor, Tensors, Values
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
 

@@ -14,8 +14,8 @@ from ..._core.graph import by_reference
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Engines, Node, OtherForm, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import Engines, Example, OtherForm
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras

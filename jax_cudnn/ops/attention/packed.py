@@ -14,7 +14,8 @@ from jax.core import max_dim
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
-from ..._core.graph.node import Draws, Node, View, advanced
+from ..._core.graph.node import Draws, Node, advanced
+from ..._core.graph.planned import View
 from ..._core.reasons import Reason
 from ..._core.rules import Handles, Tensor, Tensors
 from . import extras

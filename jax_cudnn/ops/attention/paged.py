@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import Draws, Fold, Node, View, advanced
+from ..._core.graph.node import Draws, Fold, Node, advanced
+from ..._core.graph.planned import View
 from ..._core.reasons import Reason
 from ..._core.rules import Handles, Tensor, Tensors
 from . import extras

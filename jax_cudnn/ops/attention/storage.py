@@ -18,19 +18,8 @@ from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import (
-    Draws,
-    Edge,
-    Engines,
-    Fold,
-    Indices,
-    Node,
-    View,
-    Work,
-    frozen,
-    matched,
-)
-from ..._core.graph.planned import About
+from ..._core.graph.node import Draws, Fold, Indices, Node, frozen, matched
+from ..._core.graph.planned import About, Edge, Engines, View, Work
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras

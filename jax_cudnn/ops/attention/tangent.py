@@ -11,7 +11,8 @@ import jax
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import XLA_ONLY, About, Node, frozen
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import XLA_ONLY, About
 from ..._core.rules import Derivation, GraphTensor, Tensor, Tensors, Values
 from .extras import sink_gradient
 from .score_mod.value import is_operand

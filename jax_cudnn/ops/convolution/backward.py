@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines, Work
-from ..._core.graph.planned import About, Example
+from ..._core.graph.planned import CHANNELS_LAST, ONE_ELEMENT, About, Anchor, Engines, Example, Work
 from ..._core.reasons import Reason
 from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import SOLVERS, ConvolutionGradient, Roles

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError, one_of
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
+from ..._core.graph.node import Fold, Node, frozen, matched
+from ..._core.graph.planned import CHANNELS_LAST, Anchor, Engines, Work
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values

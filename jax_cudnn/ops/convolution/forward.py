@@ -12,8 +12,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic
-from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node, matched
+from ..._core.graph.planned import CHANNELS_LAST, About, Anchor, Engines, Example
 from ..._core.graph.promotion import product_dtype
 from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from ..transformations import along

@@ -14,8 +14,8 @@ from ..._core.errors import GraphError, GraphTypeError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import ROW_MAJOR, Anchor, Edge, Fold, Indices, Node, Work, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Fold, Indices, Node, frozen
+from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values

@@ -15,8 +15,8 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import LEAD, Fold, Node, frozen
+from ..._core.graph.planned import ANY, MATRICES, About, Anchor, Edge, Engines, Example, Work
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason

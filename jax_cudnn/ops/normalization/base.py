@@ -14,7 +14,8 @@ from ..._core.errors import GraphError, one_of
 from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
+from ..._core.graph.node import Algebra, Node, frozen, matched
+from ..._core.graph.planned import NUMBERS_ONLY, About, Anchor, Work
 from ..._core.graph.spec import Call
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values

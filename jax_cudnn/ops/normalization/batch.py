@@ -12,8 +12,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node
+from ..._core.graph.planned import XLA_ONLY, About, Example
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from .base import BACKWARD_PORTS, Moments, normalized

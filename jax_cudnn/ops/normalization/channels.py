@@ -8,8 +8,8 @@ from typing import ClassVar
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import BY_REFERENCE, Fold
+from ..._core.graph.planned import CHANNELS_LAST, About, Example
 from ..._core.reasons import Reason
 from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, About, Engines, Fold, Seen, Work
+from ..._core.graph.node import BY_REFERENCE, LEAD, Fold
+from ..._core.graph.planned import ANY, MERGED, About, Engines, Seen, Work
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensors

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
-from ..._core.graph.node import Algebra, Engines, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, frozen
+from ..._core.graph.planned import About, Engines, Example
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Values
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual

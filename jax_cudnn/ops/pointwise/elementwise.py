@@ -18,8 +18,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Algebra, Fold, Node, Work
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node
+from ..._core.graph.planned import About, Example, Work
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
 from ..transformations import anywhere

@@ -14,8 +14,8 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import LEAD, Fold, frozen, matched
+from ..._core.graph.planned import CHANNELS_LAST, About, Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values

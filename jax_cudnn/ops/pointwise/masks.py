@@ -19,8 +19,8 @@ from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Fold, Node, frozen, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Fold, Node, frozen, matched
+from ..._core.graph.planned import About, Edge, Example
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from .activation import Relu
