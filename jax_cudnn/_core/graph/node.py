@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 
-from ..errors import GraphTypeError, shown
+from ..errors import GraphError, GraphTypeError, shown
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, float32_range
 from .planned import Example, Planned, Work
@@ -152,6 +152,32 @@ def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
                 fix=f"cast it before the call: {port}.astype(jnp.{node.dtypes[0]})",
             )
     return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+
+
+def check_ports(
+    inputs: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int | None]],
+    dtypes: Mapping[str, Collection[str]] = MappingProxyType({}),
+    beside: Collection[str] = (),
+) -> None:
+    """GraphTypeError or GraphError if operands at these ports, where they are, have other dtypes or
+    shapes, in which None is any size; ``beside``: the operands from which the shapes follow."""
+    for port, tensor in inputs.items():
+        dtype, own = tensor.dtype, tensor.shape
+        allowed, shape = dtypes.get(port, (dtype,)), shapes.get(port, own)
+        fits = len(shape) == len(own) and all(
+            a in (None, b) for a, b in zip(shape, own, strict=True)
+        )
+        if fits and dtype in allowed:
+            continue
+        got = f"{port}: {dtype}{list(own)}"
+        if dtype not in allowed:
+            expected = " or ".join(allowed)
+            raise GraphTypeError(f"{port!r} has the wrong dtype", expected=expected, got=got)
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in beside if p in inputs)
+        got += f", with {others}" if others else ""
+        raise GraphError(f"{port!r} has the wrong shape", expected=f"[{expected}]", got=got)
 
 
 @frozen

@@ -11,7 +11,7 @@ import numpy as np
 from ..._core.errors import GraphError, GraphTypeError, one_of, shown
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Draws, Fold, Indices, Node, frozen, matched
+from ..._core.graph.node import Draws, Fold, Indices, Node, check_ports, frozen, matched
 from ..._core.graph.planned import (
     NUMBERS_ONLY,
     ROW_MAJOR,
@@ -25,7 +25,7 @@ from ..._core.graph.planned import (
 from ..._core.reasons import Reason
 from ..._core.rules import GraphSpec, Handles, Tensor, Tensors
 from . import extras
-from .bias import LENGTHS, HasBias, HasLengths, check_int32
+from .bias import LENGTHS, HasBias, HasLengths
 from .reference import Attention, Band, bound
 from .score_mod.value import is_operand
 from .score_mod.written import prepared
@@ -86,14 +86,7 @@ def check_heads(q: int, k: int, v: int) -> None:
 
 def check_shapes(inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
     """GraphError if operands do not have these shapes, or if only one of the lengths is there."""
-    for port, shape in wanted.items():
-        if port in inputs and inputs[port].shape != shape:
-            of = (f"{p} {list(inputs[p].shape)}" for p in ("q", "k", "qkv") if p in inputs)
-            raise GraphError(
-                f"{port!r} has the wrong shape",
-                expected=str(list(shape)),
-                got=f"{list(inputs[port].shape)}, with {' and '.join(of)}",
-            )
+    check_ports(inputs, wanted, beside=("q", "k", "qkv"))
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
             "one of the lengths is missing",
@@ -278,7 +271,7 @@ class SdpaBase(AttentionBase, HasBias):
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        check_int32(inputs, LENGTHS)
+        check_ports(inputs, {}, dict.fromkeys(LENGTHS, ("int32",)))
         raw = {*LENGTHS, *extras.RAW}
         matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})

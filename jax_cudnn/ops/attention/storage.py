@@ -18,13 +18,13 @@ from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Draws, Fold, Indices, Node, frozen, matched
+from ..._core.graph.node import Draws, Fold, Indices, Node, check_ports, frozen, matched
 from ..._core.graph.planned import About, Edge, Engines, View, Work
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras
 from .base import GIVEN_MASK, SdpaBase, batch_folds, check_shapes, wrong_dtypes
-from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
+from .bias import LENGTHS, HasBias, clipped_lengths
 from .nodes import with_mask
 from .reference import Arrays, Attention
 from .tangent import gradients, tangents_of
@@ -166,7 +166,7 @@ class StoredSdpa(HasBias):
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         integers = self.indices.positions
-        check_int32(inputs, integers)
+        check_ports(inputs, {}, dict.fromkeys(integers, ("int32",)))
         raw = {*integers, *extras.RAW}
         sizes = matched(self, {port: x for port, x in inputs.items() if port not in raw})
         self.storage.check(inputs, sizes)

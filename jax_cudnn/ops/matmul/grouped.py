@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError, one_of
+from ..._core.errors import GraphError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import Fold, Indices, Node, frozen
+from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen
 from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -69,20 +69,8 @@ class Grouped(Node):
 
     def check(self, inputs: Mapping[str, Tensor], shapes: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises if dtypes are wrong, or shapes, in which None stands for any size."""
-        for port, tensor in inputs.items():
-            allowed = ("int32",) if port in _POSITIONS else self.dtypes[:-1]
-            got = f"{port}: {tensor.dtype}{list(tensor.shape)}"
-            if tensor.dtype not in allowed:
-                raise GraphTypeError(
-                    f"{port!r} has the wrong dtype", expected=", ".join(allowed), got=got
-                )
-            wanted = shapes[port]
-            fits = len(wanted) == len(tensor.shape) and all(
-                size in (None, own) for size, own in zip(wanted, tensor.shape, strict=True)
-            )
-            if not fits:
-                text = ", ".join("any" if size is None else str(size) for size in wanted)
-                raise GraphError(f"{port!r} has the wrong shape", expected=f"({text})", got=got)
+        dtypes = dict.fromkeys(inputs, PRODUCTS) | dict.fromkeys(_POSITIONS, ("int32",))
+        check_ports(inputs, shapes, dtypes)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if len({tensors[port].dtype for port in self.ports.input_names[:2]}) > 1:

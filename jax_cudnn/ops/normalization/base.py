@@ -14,7 +14,7 @@ from ..._core.errors import GraphError, one_of
 from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import Algebra, Node, frozen, matched
+from ..._core.graph.node import Algebra, Node, check_ports, frozen, matched
 from ..._core.graph.planned import NUMBERS_ONLY, About, Anchor, Work
 from ..._core.graph.spec import Call
 from ..._core.reasons import Reason
@@ -64,13 +64,7 @@ class Normalizing(Node):
             **dict.fromkeys(("epsilon", "momentum"), (1,) * len(shape)),
             **dict.fromkeys(("in_running_mean", "in_running_var"), scale),
         }
-        for port, tensor in inputs.items():
-            if tensor.shape != wanted.get(port, tensor.shape):
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(wanted[port])),
-                    got=f"{list(tensor.shape)}, with input {list(shape)} and scale {list(scale)}",
-                )
+        check_ports(inputs, wanted, beside=("input", "scale"))
         return shape, statistics
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 import jax
 from jax.core import max_dim
 
-from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.node import Algebra, Fold, Node
+from ..._core.graph.node import Algebra, Fold, Node, check_ports
 from ..._core.graph.planned import XLA_ONLY, About, Example
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
@@ -227,13 +226,7 @@ class BatchnormInference(Node):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x = inputs["input"]
         wanted = (1, *x.shape[1:2], *(1,) * (len(x.shape) - 2))
-        for port, tensor in inputs.items():
-            if port != "input" and tensor.shape != wanted:
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(wanted)),
-                    got=f"{list(tensor.shape)}, with input {list(x.shape)}",
-                )
+        check_ports(inputs, dict.fromkeys({*inputs} - {"input"}, wanted), beside=("input",))
         return {"Y": (x.shape, x.dtype)}
 
     def reference(
