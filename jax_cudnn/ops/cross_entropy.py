@@ -117,7 +117,16 @@ def linear_cross_entropy(
         hidden = jnp.where(kept[..., None], hidden, 0)
     block = _block(math.prod(labels.shape), weight.shape[1], block_size)
     loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, block)
-    run: Any = functools.partial(_reduced, loss=loss, reduction=reduction)
+
+    def run(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> jax.Array:
+        tokens = math.prod(labels.shape)
+        whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
+        given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
+        if reduction == "none":
+            return _losses(*given, loss).reshape(labels.shape)
+        total = _total(*given, loss)
+        return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
+
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
         return run(hidden, weight, bias, labels, kept)
     spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
@@ -173,27 +182,6 @@ def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any) -> None
     ):
         if not valid:
             raise GraphError(f"{name} is not valid", expected=expected, got=shown(got))
-
-
-def _reduced(
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    kept: jax.Array | None,
-    *,
-    loss: _Loss,
-    reduction: str,
-) -> jax.Array:
-    tokens = math.prod(labels.shape)
-    whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
-    given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
-    if reduction == "none":
-        return _losses(*given, loss).reshape(labels.shape)
-    total = _total(*given, loss)
-    if reduction == "sum":
-        return total
-    return total / jnp.maximum(whole.sum(), 1)
 
 
 def _in_blocks(

@@ -286,14 +286,14 @@ def _transpose(
     return [gradient, None, None] if of_lhs else [None, gradient, None]
 
 
-def _batch(operands: Any, dims: Any, **params: Any) -> Any:
-    mapped = [d is not None for d in dims]
-    moved = [jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped, strict=True) if m]
+def in_turn(primitive: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    """The batching rule of a primitive that runs one element after the other."""
+    each = enumerate(zip(operands, dims, strict=True))
+    moved = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in each if d is not None}
 
     def one(given: Any) -> Any:
-        given = iter(given)
-        all_of_them = [next(given) if m else x for x, m in zip(operands, mapped, strict=True)]
-        return ragged_p.bind(*align_varying(tuple(all_of_them)), **params)
+        whole = tuple(given.get(i, x) for i, x in enumerate(operands))
+        return primitive.bind(*align_varying(whole), **params)
 
     return lax.map(one, moved), [0]
 
@@ -375,4 +375,4 @@ mlir.register_lowering(ragged_p, mlir.lower_fun(_reference, multiple_results=Tru
 mlir.register_lowering(ragged_p, _lower_cuda, platform="cuda")
 ad.primitive_jvps[ragged_p] = _jvp
 ad.primitive_transposes[ragged_p] = _transpose
-batching.primitive_batchers[ragged_p] = _batch
+batching.primitive_batchers[ragged_p] = functools.partial(in_turn, ragged_p)
