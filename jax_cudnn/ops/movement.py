@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, one_of
+from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, Algebra, Fold, Node, frozen, matched
+from .._core.graph.node import LEAD, Algebra, Fold, Node, choice, frozen, matched, sizes
 from .._core.graph.planned import XLA_ONLY, About, Example
 from .._core.rules import Derivation, Tensor, Tensors, Values
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
@@ -62,15 +61,8 @@ class Reshape(Movement):
         Example.of("input: 2 3 4 5", "float32", reshape_mode="LOGICAL", out_dims=[6, 20]),
     )
 
-    reshape_mode: str = "VIEW_ONLY"
-    out_dims: tuple[int, ...] | None = None
-
-    @classmethod
-    def create(
-        cls, reshape_mode: Any = "VIEW_ONLY", *, out_dims: Sequence[int] | None = None
-    ) -> Reshape:
-        mode = one_of("reshape_mode", reshape_mode, RESHAPE_MODES)
-        return cls(mode, None if out_dims is None else integers("out_dims", out_dims))
+    reshape_mode: str = choice(RESHAPE_MODES, default="VIEW_ONLY")
+    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -118,11 +110,7 @@ class Transpose(Movement):
         Example.of("input: 2 3 4 5", "float32", permutation=[2, 0, 3, 1]),
     )
 
-    permutation: tuple[int, ...]
-
-    @classmethod
-    def create(cls, permutation: Sequence[int]) -> Transpose:
-        return cls(integers("permutation", permutation))
+    permutation: tuple[int, ...] = sizes()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -176,11 +164,7 @@ class BroadcastTo(Movement):
         Example.of("input: 3 1", "float32", out_dims=[3, 5]),
     )
 
-    out_dims: tuple[int, ...]
-
-    @classmethod
-    def create(cls, out_dims: Sequence[int]) -> BroadcastTo:
-        return cls(integers("out_dims", out_dims))
+    out_dims: tuple[int, ...] = sizes()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -218,7 +202,7 @@ register_vocabulary(
         reshape=lambda shape: Reshape(out_dims=shape),
         transpose=Transpose,
         broadcast=BroadcastTo,
-        sum=lambda shape: Reduction("ADD", shape),
+        sum=lambda shape: Reduction("ADD", out_dims=shape),
         moves=(Reshape, Transpose),
         repeats=(BroadcastTo,),
     )

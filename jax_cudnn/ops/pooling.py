@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, one_of
+from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import Fold, Node, frozen, matched
+from .._core.graph.node import Fold, Node, choice, frozen, matched, sizes
 from .._core.graph.planned import XLA_ONLY, About, Example, Work
 from .._core.graph.promotion import result_dtype
 from .._core.rules import Tensor, Tensors
@@ -74,28 +73,11 @@ class Resample(Node):
         ),
     )
 
-    resample_mode: str
-    window: tuple[int, ...]
-    stride: tuple[int, ...] = ()
-    pre_padding: tuple[int, ...] = ()
-    post_padding: tuple[int, ...] = ()
-
-    @classmethod
-    def create(
-        cls,
-        resample_mode: Any,
-        window: Sequence[int],
-        stride: Sequence[int] = (),
-        pre_padding: Sequence[int] = (),
-        post_padding: Sequence[int] = (),
-    ) -> Resample:
-        return cls(
-            one_of("resample_mode", resample_mode, MODES),
-            integers("window", window, 1),
-            integers("stride", stride, 1),
-            integers("pre_padding", pre_padding),
-            integers("post_padding", post_padding),
-        )
+    resample_mode: str = choice(MODES)
+    window: tuple[int, ...] = sizes(1)
+    stride: tuple[int, ...] = sizes(1, default=())
+    pre_padding: tuple[int, ...] = sizes(0, default=())
+    post_padding: tuple[int, ...] = sizes(0, default=())
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return along(self, "n c", batched, tensors)

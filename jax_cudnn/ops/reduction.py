@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, one_of
+from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Fold, Node, frozen, matched
+from .._core.graph.node import Fold, Node, choice, frozen, matched, sizes
 from .._core.graph.planned import About, Example, Work
 from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere, grown
@@ -119,13 +119,8 @@ class Reduction(Node):
         ),
     )
 
-    mode: str = "ADD"
-    out_dims: tuple[int, ...] | None = None
-
-    @classmethod
-    def create(cls, mode: Any = "ADD", *, out_dims: Sequence[int] | None = None) -> Reduction:
-        name = one_of("reduction mode", mode, MODES)
-        return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
+    mode: str = choice(MODES, default="ADD")
+    out_dims: tuple[int, ...] | None = sizes(1, default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_
 
 import jax
 
-from ..errors import GraphError, GraphTypeError, shown
-from .dims import Dims, Shape
+from ..errors import GraphError, GraphTypeError, one_of, shown
+from .dims import Dims, Shape, integers
 from .dtypes import NUMBERS, float32_range
 from .planned import Example, Planned, Work
 from .promotion import result_dtype
@@ -32,7 +32,17 @@ LEAD = -1
 """In :class:`Fold`: a new leading dimension."""
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def choice(known: Collection[str], *, default: Any = dataclasses.MISSING) -> Any:
+    """A field with one of these names, which pygraph has as members of an enum."""
+    return dataclasses.field(default=default, metadata={"known": known})
+
+
+def sizes(least: int = 0, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field with integers of at least this, in a tuple."""
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"least": least})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, choice, sizes))
 def frozen(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
     double the import time of each node."""
@@ -224,7 +234,11 @@ class Node(Planned):
         The builder sets ``compute_data_type`` afterwards.
         """
         for field in dataclasses.fields(cls):
-            value = attributes.get(field.name)
+            value, rule = attributes.get(field.name), field.metadata
+            if "known" in rule and field.name in attributes:
+                attributes[field.name] = one_of(field.name, value, rule["known"])
+            if "least" in rule and value is not None:
+                attributes[field.name] = integers(field.name, value, rule["least"])
             if value is not None and str(field.type).startswith("float"):
                 if not isinstance(value, numbers.Real):
                     raise GraphTypeError(

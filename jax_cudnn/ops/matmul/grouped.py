@@ -14,7 +14,7 @@ from ..._core.errors import GraphError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen
+from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, sizes
 from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -212,7 +212,9 @@ class MoeGroupedMatmul(Grouped):
             operands = {"token": known["OUT_0"], "weight": turned(g, known["weight"])}
             (out,) = g.apply(self, **operands, **offsets)
             return {port: out}
-        node = MoeGroupedMatmulBwd(tensors[port].shape, compute_data_type=self.compute_data_type)
+        node = MoeGroupedMatmulBwd(
+            out_dims=tensors[port].shape, compute_data_type=self.compute_data_type
+        )
         (out,) = g.apply(node, doutput=known["OUT_0"], token=known["token"], **offsets)
         return {port: out}
 
@@ -304,11 +306,7 @@ class MoeGroupedMatmulBwd(Grouped):
         ),
     )
 
-    out_dims: tuple[int, ...] | None = None
-
-    @classmethod
-    def create(cls, *, out_dims: Any = None) -> MoeGroupedMatmulBwd:
-        return cls(None if out_dims is None else integers("out_dims", out_dims))
+    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, one_of
+from ..._core.errors import GraphError
 from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import Algebra, Node, check_ports, frozen, matched
+from ..._core.graph.node import Algebra, Node, check_ports, choice, frozen, matched
 from ..._core.graph.planned import NUMBERS_ONLY, About, Anchor, Work
 from ..._core.graph.spec import Call
 from ..._core.reasons import Reason
@@ -170,11 +170,7 @@ class Normalization(Normalizing):
 class Phased(Normalization):
     """A normalization that returns its statistics in training only."""
 
-    norm_forward_phase: str = TRAINING
-
-    @classmethod
-    def create(cls, norm_forward_phase: Any = TRAINING) -> Phased:
-        return cls(one_of("norm_forward_phase", norm_forward_phase, PHASES))
+    norm_forward_phase: str = choice(PHASES, default=TRAINING)
 
     @property
     def results(self) -> tuple[str, ...]:
