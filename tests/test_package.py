@@ -138,7 +138,7 @@ FLOORS = {
     "nodes": "graph.node graph.record",
     "graphs": "graph.layout graph.merging graph.boundary graph.tensor graph.arguments "
     "graph.builder graph.reference graph.xla_form graph.by_reference primitive",
-    "transformations": "transforms transforms.*",
+    "transformations": "transforms transforms.* rules",
     "stores": "store store.* job",
     "planning": "context planning planning.*",
     "running": "ffi execution agreement operands trials candidates cuda_graphs tuning auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -144,6 +144,19 @@ def _brief(leaf: Any) -> Any:
         return leaf.item()
     array = hasattr(leaf, "dtype") and hasattr(leaf, "nbytes")
     return _Text(f"{leaf.dtype}{list(leaf.shape)} array") if array else leaf
+
+
+def one_of(what: str, value: Any, known: Collection[str]) -> str:
+    """A name, given as such or as an enum's member; GraphError if it is not one of the known."""
+    name = getattr(value, "name", value)
+    if isinstance(name, str) and name in known:
+        return name
+    raise GraphError(
+        f"unknown {what}",
+        expected=", ".join(map(repr, known)),
+        got=shown(value),
+        fix=nearest(value, known),
+    )
 
 
 def nearest(given: Any, names: Iterable[str], otherwise: str | None = None) -> str | None:

@@ -10,26 +10,14 @@ import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import compat
+from . import compat, primitive
 from .errors import GraphError
 from .graph.reference import WIDE, evaluate
 from .graph.spec import GraphSpec
-from .primitive import (
-    bind,
-    cudnn_local_p,
-    cudnn_p,
-    line,
-    lower_local,
-    lower_reference,
-    observe,
-    observer,
-    run_reference,
-    title,
-)
 
 
 def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
-    compat.checkify_nans(cudnn_p, title)
+    compat.checkify_nans(primitive.cudnn_p, primitive.title)
     for tensor, aval in zip(spec.input_tensors, avals, strict=True):
         if (aval.shape, aval.dtype.name) != (tensor.shape, tensor.dtype):
             raise GraphError(
@@ -64,9 +52,9 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.partitioning_mesh(ctx) is None:
-        if observer.get() is not None:
-            observe((spec, name), (title(spec=spec, name=name), spec, ""))
-        return lower_local(ctx, *operands, spec=spec, name=name)
+        if primitive.observer.get() is not None:
+            primitive.observe((spec, name), (primitive.title(spec=spec, name=name), spec, ""))
+        return primitive.lower_local(ctx, *operands, spec=spec, name=name)
     from . import partition  # which programs for one device do without
 
     return partition.lower(ctx, *operands, spec=spec, name=name)
@@ -83,25 +71,31 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 def _transformed(rule: str, *args: Any, **params: Any) -> Any:
     from .transforms import rules  # which importing jax_cudnn does without
 
-    token = line.set(params["spec"]._cache.get("line", "") if "spec" in params else "")
+    token = primitive.line.set(params["spec"]._cache.get("line", "") if "spec" in params else "")
     try:
         return getattr(rules, rule)(*args, **params)
     finally:
-        line.reset(token)
+        primitive.line.reset(token)
 
 
-for _primitive in (cudnn_p, cudnn_local_p):
+for _primitive in (primitive.cudnn_p, primitive.cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
 # Not cached: a cached lowering does not see that an operand is a transpose. cudnn_local_p's is.
-mlir.register_lowering(cudnn_p, _lower, cacheable=False)
-mlir.register_lowering(cudnn_local_p, lower_reference)
+mlir.register_lowering(primitive.cudnn_p, _lower, cacheable=False)
+mlir.register_lowering(primitive.cudnn_local_p, primitive.lower_reference)
 mlir.register_lowering(
-    cudnn_local_p,
-    mlir.lower_fun(functools.partial(run_reference, products=WIDE), multiple_results=True),
+    primitive.cudnn_local_p,
+    mlir.lower_fun(
+        functools.partial(primitive.run_reference, products=WIDE), multiple_results=True
+    ),
     platform="cpu",
 )
-mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
-ad.primitive_jvps[cudnn_p] = functools.partial(_transformed, "jvp_rule", bind)
-ad.primitive_transposes[cudnn_p] = functools.partial(_transformed, "transpose_rule", bind)
-batching.primitive_batchers[cudnn_p] = functools.partial(_transformed, "batch_rule", bind)
-compat.dce_rules[cudnn_p] = functools.partial(_transformed, "dce_rule")
+mlir.register_lowering(primitive.cudnn_local_p, _lower_cuda, platform="cuda")
+ad.primitive_jvps[primitive.cudnn_p] = functools.partial(_transformed, "jvp_rule", primitive.bind)
+ad.primitive_transposes[primitive.cudnn_p] = functools.partial(
+    _transformed, "transpose_rule", primitive.bind
+)
+batching.primitive_batchers[primitive.cudnn_p] = functools.partial(
+    _transformed, "batch_rule", primitive.bind
+)
+compat.dce_rules[primitive.cudnn_p] = functools.partial(_transformed, "dce_rule")

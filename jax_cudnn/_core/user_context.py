@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 
-from .errors import GraphError, nearest, shown
+from .._core.errors import one_of
 
 if TYPE_CHECKING:
     from .planning.deviceless.profiles import Profile
@@ -102,11 +102,4 @@ def current() -> str:
 
 def checked(name: Any) -> str:
     """The name itself; GraphError for an unknown one."""
-    if name not in IMPLEMENTATIONS:
-        raise GraphError(
-            "unknown implementation",
-            expected=", ".join(map(repr, IMPLEMENTATIONS)),
-            got=shown(name),
-            fix=nearest(name, IMPLEMENTATIONS),
-        )
-    return name
+    return one_of("implementation", name, IMPLEMENTATIONS)

@@ -15,15 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
+from .._core.graph import dtypes
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import (
-    WORDS,
-    canonical,
-    canonical_compute,
-    float32_range,
-    is_floating,
-    itemsize,
-)
 from .._core.graph.layout import packed_strides
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
@@ -89,12 +82,14 @@ def is_unset(data_type: Any) -> bool:
 def dtype_name(dtype: Any) -> str:
     """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; INT64 becomes uint32 pairs."""
     dtype = _without_torch(dtype)
-    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
+    return (
+        dtypes.WORDS if getattr(dtype, "name", dtype) == dtypes.WORDS else dtypes.canonical(dtype)
+    )
 
 
 def compute_name(dtype: Any) -> str:
     """The same for a compute type."""
-    return canonical_compute(_without_torch(dtype))
+    return dtypes.canonical_compute(_without_torch(dtype))
 
 
 def _without_torch(dtype: Any) -> Any:
@@ -121,7 +116,7 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
     elif callable(getattr(array, "stride", None)):  # torch counts elements
         strides = [int(step) for step in array.stride()]
     elif getattr(array, "strides", None) is not None:  # NumPy and CuPy count bytes
-        size = getattr(array, "itemsize", itemsize(dtype))
+        size = getattr(array, "itemsize", dtypes.itemsize(dtype))
         strides = [int(step) // size for step in array.strides]
     if strides is not None and len(strides) == len(shape):
         order = order_with_gaps(shape, strides)
@@ -196,7 +191,7 @@ def number(value: Any) -> float | None:
 
 def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
     """The JAX array for an input of a graph; raises an error if it does not fit."""
-    if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, WORDS):
+    if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, dtypes.WORDS):
         value = _words(value)
     elif isinstance(value, (np.ndarray, np.generic)):
         value = value.astype(_numpy_dtype(value), copy=False)
@@ -230,7 +225,9 @@ def _words(value: Any) -> Any:
         return value
     bits = jnp.iinfo(value.dtype).bits
     high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
-    return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
+    return jnp.stack([value.astype(dtypes.WORDS), high.astype(dtypes.WORDS)]).reshape(
+        SHAPE_OF_WORDS
+    )
 
 
 def as_int32(value: Any, name: str) -> Any:
@@ -274,7 +271,7 @@ def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
     if given is None:
         return None
     if jnp.issubdtype(dtype, jnp.floating):
-        given = float32_range(name, given)
+        given = dtypes.float32_range(name, given)
         if dtype == np.float32:  # operations round it themselves
             return given
         with np.errstate(over="ignore"):
@@ -350,6 +347,6 @@ def _borders(shape: Sequence[int]) -> set[int]:
 
 def _holds(dtype: str, result: str) -> bool:
     """Whether a dtype can hold results of another one; floats of any width can, by rounding."""
-    if is_floating(dtype):
+    if dtypes.is_floating(dtype):
         return True
-    return not is_floating(result) and jnp.promote_types(dtype, result).name == dtype
+    return not dtypes.is_floating(result) and jnp.promote_types(dtype, result).name == dtype

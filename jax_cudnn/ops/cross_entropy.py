@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.primitive import align_varying
 from .arguments import floating, int32, integer, number, preferred_dtype, promoted
@@ -117,7 +117,16 @@ def linear_cross_entropy(
         hidden = jnp.where(kept[..., None], hidden, 0)
     block = _block(math.prod(labels.shape), weight.shape[1], block_size)
     loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, block)
-    run: Any = functools.partial(_reduced, loss=loss, reduction=reduction)
+
+    def run(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> jax.Array:
+        tokens = math.prod(labels.shape)
+        whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
+        given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
+        if reduction == "none":
+            return _losses(*given, loss).reshape(labels.shape)
+        total = _total(*given, loss)
+        return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
+
     if not jax.typeof(hidden).sharding.mesh.explicit_axes:
         return run(hidden, weight, bias, labels, kept)
     spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
@@ -164,45 +173,15 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Ar
 
 
 def _check_options(softcap: Any, smoothing: Any, z: Any, reduction: Any) -> None:
+    smoothing, z = number("label_smoothing", smoothing), number("z_loss", z)
+    one_of("reduction", reduction, ("mean", "sum", "none"))
     for name, valid, expected, got in (
         ("softcap", softcap is None or number("softcap", softcap) > 0, "above 0, or None", softcap),
-        (
-            "label_smoothing",
-            0 <= number("label_smoothing", smoothing) < 1,
-            "at least 0 and below 1",
-            smoothing,
-        ),
-        ("z_loss", number("z_loss", z) >= 0, "at least 0", z),
-        (
-            "reduction",
-            reduction in ("mean", "sum", "none"),
-            '"mean", "sum" or "none"',
-            reduction,
-        ),
+        ("label_smoothing", 0 <= smoothing < 1, "at least 0 and below 1", smoothing),
+        ("z_loss", z >= 0, "at least 0", z),
     ):
         if not valid:
             raise GraphError(f"{name} is not valid", expected=expected, got=shown(got))
-
-
-def _reduced(
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    kept: jax.Array | None,
-    *,
-    loss: _Loss,
-    reduction: str,
-) -> jax.Array:
-    tokens = math.prod(labels.shape)
-    whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
-    given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
-    if reduction == "none":
-        return _losses(*given, loss).reshape(labels.shape)
-    total = _total(*given, loss)
-    if reduction == "sum":
-        return total
-    return total / jnp.maximum(whole.sum(), 1)
 
 
 def _in_blocks(

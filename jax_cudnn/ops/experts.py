@@ -15,7 +15,7 @@ from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.primitive import align_varying
 from .arguments import floating, int32, integer
-from .ragged import within
+from .ragged import in_turn, within
 
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -179,16 +179,11 @@ def _jvp(primals: Any, tangents: Any, **how: Any) -> Any:
 
 def _batch(operands: Any, dims: Any, **how: Any) -> Any:
     """Of equal tables one exchange with wider rows, otherwise sequentially."""
-    x, tables = operands
-    if dims[1] is None:
-        x = jnp.moveaxis(x, dims[0], 1)
-        y = _move(x.reshape(x.shape[0], -1), tables, **how)
-        return [y.reshape(y.shape[0], *x.shape[1:])], [1]
-    tables = jnp.moveaxis(tables, dims[1], 0)
-    if dims[0] is None:
-        return [lax.map(lambda t: _move(x, t, **how), tables)], [0]
-    x = jnp.moveaxis(x, dims[0], 0)
-    return [lax.map(lambda given: _move(*given, **how), (x, tables))], [0]
+    if dims[1] is not None:
+        return in_turn(exchange_p, operands, dims, **how)
+    x = jnp.moveaxis(operands[0], dims[0], 1)
+    y = _move(x.reshape(x.shape[0], -1), operands[1], **how)
+    return [y.reshape(y.shape[0], *x.shape[1:])], [1]
 
 
 def _abstract_eval(*avals: Any, **how: Any) -> list[Any]:

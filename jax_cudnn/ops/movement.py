@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import LEAD, Algebra, Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.planned import XLA_ONLY, About, Example
+from .._core.rules import Derivation, Tensor, Tensors, Values
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
 from .pointwise.arithmetic import add
 from .pointwise.elementary import Identity
 from .reduction import Reduction
 from .transformations import anywhere, grown
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
 
 
 class Movement(Node):
@@ -63,29 +57,12 @@ class Reshape(Movement):
     ports = Dims.parse("input: *x -> OUT_0: *y")
     about = Movement.about._replace(jax_names=("reshape", "ravel", "expand_dims", "squeeze"))
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
-        Example(
-            {"input": (2, 3, 4, 5)},
-            "float32",
-            {"reshape_mode": "LOGICAL", "out_dims": [6, 20]},
-        ),
+        Example.of("input: 4 6 8", out_dims=[4, 48, 1]),
+        Example.of("input: 2 3 4 5", "float32", reshape_mode="LOGICAL", out_dims=[6, 20]),
     )
 
-    reshape_mode: str = "VIEW_ONLY"
-    out_dims: tuple[int, ...] | None = None
-
-    @classmethod
-    def create(
-        cls, reshape_mode: Any = "VIEW_ONLY", *, out_dims: Sequence[int] | None = None
-    ) -> Reshape:
-        mode = getattr(reshape_mode, "name", reshape_mode)
-        if mode not in RESHAPE_MODES:
-            raise GraphError(
-                "unknown reshape_mode",
-                expected=" or ".join(map(repr, RESHAPE_MODES)),
-                got=repr(reshape_mode),
-            )
-        return cls(mode, None if out_dims is None else integers("out_dims", out_dims))
+    reshape_mode: str = choice(RESHAPE_MODES, default="VIEW_ONLY")
+    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -104,7 +81,7 @@ class Reshape(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         return {"input": g.reshaped(cotangents["OUT_0"], tensors["input"].shape)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
@@ -129,15 +106,11 @@ class Transpose(Movement):
     ports = Dims.parse("input: *x -> OUT_0: *y")
     about = Movement.about._replace(jax_names=("transpose", "swapaxes", "moveaxis", "permute_dims"))
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
-        Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
+        Example.of("input: 4 6 8", permutation=[0, 2, 1]),
+        Example.of("input: 2 3 4 5", "float32", permutation=[2, 0, 3, 1]),
     )
 
-    permutation: tuple[int, ...]
-
-    @classmethod
-    def create(cls, permutation: Sequence[int]) -> Transpose:
-        return cls(integers("permutation", permutation))
+    permutation: tuple[int, ...] = sizes()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -155,7 +128,7 @@ class Transpose(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         back = sorted(range(len(self.permutation)), key=lambda axis: self.permutation[axis])
         return {"input": g.transposed(cotangents["OUT_0"], back)}
 
@@ -187,15 +160,11 @@ class BroadcastTo(Movement):
     )
     algebra = Algebra(moves=True, recomputed=True)
     examples = (
-        Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
-        Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),
+        Example.of("input: 4 1 8", out_dims=[4, 6, 8]),
+        Example.of("input: 3 1", "float32", out_dims=[3, 5]),
     )
 
-    out_dims: tuple[int, ...]
-
-    @classmethod
-    def create(cls, out_dims: Sequence[int]) -> BroadcastTo:
-        return cls(integers("out_dims", out_dims))
+    out_dims: tuple[int, ...] = sizes()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -217,7 +186,7 @@ class BroadcastTo(Movement):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         return {"input": g.reduced(cotangents["OUT_0"], tensors["input"].shape)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
@@ -233,7 +202,7 @@ register_vocabulary(
         reshape=lambda shape: Reshape(out_dims=shape),
         transpose=Transpose,
         broadcast=BroadcastTo,
-        sum=lambda shape: Reduction("ADD", shape),
+        sum=lambda shape: Reduction("ADD", out_dims=shape),
         moves=(Reshape, Transpose),
         repeats=(BroadcastTo,),
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,13 @@ import numpy as np
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import XLA_ONLY, Fold, Node, Work, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.planned import XLA_ONLY, About, Example, Work
 from .._core.graph.promotion import result_dtype
+from .._core.rules import Tensor, Tensors
 from .transformations import along
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors
-    from .._core.graph.spec import Tensor
 
 MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
 
@@ -77,35 +73,11 @@ class Resample(Node):
         ),
     )
 
-    resample_mode: str
-    window: tuple[int, ...]
-    stride: tuple[int, ...] = ()
-    pre_padding: tuple[int, ...] = ()
-    post_padding: tuple[int, ...] = ()
-
-    @classmethod
-    def create(
-        cls,
-        resample_mode: Any,
-        window: Sequence[int],
-        stride: Sequence[int] = (),
-        pre_padding: Sequence[int] = (),
-        post_padding: Sequence[int] = (),
-    ) -> Resample:
-        mode = getattr(resample_mode, "name", resample_mode)
-        if mode not in MODES:
-            raise GraphError(
-                "unknown resample_mode",
-                expected=", ".join(map(repr, MODES)),
-                got=repr(resample_mode),
-            )
-        return cls(
-            mode,
-            integers("window", window, 1),
-            integers("stride", stride, 1),
-            integers("pre_padding", pre_padding),
-            integers("post_padding", post_padding),
-        )
+    resample_mode: str = choice(MODES)
+    window: tuple[int, ...] = sizes(1)
+    stride: tuple[int, ...] = sizes(1, default=())
+    pre_padding: tuple[int, ...] = sizes(0, default=())
+    post_padding: tuple[int, ...] = sizes(0, default=())
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return along(self, "n c", batched, tensors)

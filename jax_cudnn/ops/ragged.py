@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from .._core import compat
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
@@ -109,13 +109,8 @@ def ragged_dot(
     )
     rows = lhs.shape[0]
     sizes = within(sizes, rows)
-    if implementation not in ("xla", "mosaic"):
-        raise GraphError(
-            "ragged_dot has no such implementation",
-            expected='"xla" or "mosaic"',
-            got=shown(implementation),
-        )
-    how = {"precision": precision, "mosaic": implementation == "mosaic"}
+    chosen = one_of("implementation of ragged_dot", implementation, ("xla", "mosaic"))
+    how = {"precision": precision, "mosaic": chosen == "mosaic"}
     terms = _terms(bias, gate, (rows, rhs.shape[1 if turned else 2]), rhs.shape[0])
     name = activation_name(activation)
     y = _product(TURNED if turned else ROWS, lhs, rhs, sizes, out, **how)
@@ -290,14 +285,14 @@ def _transpose(
     return [gradient, None, None] if of_lhs else [None, gradient, None]
 
 
-def _batch(operands: Any, dims: Any, **params: Any) -> Any:
-    mapped = [d is not None for d in dims]
-    moved = [jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped, strict=True) if m]
+def in_turn(primitive: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    """The batching rule of a primitive that runs one element after the other."""
+    each = enumerate(zip(operands, dims, strict=True))
+    moved = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in each if d is not None}
 
     def one(given: Any) -> Any:
-        given = iter(given)
-        all_of_them = [next(given) if m else x for x, m in zip(operands, mapped, strict=True)]
-        return ragged_p.bind(*align_varying(tuple(all_of_them)), **params)
+        whole = tuple(given.get(i, x) for i, x in enumerate(operands))
+        return primitive.bind(*align_varying(whole), **params)
 
     return lax.map(one, moved), [0]
 
@@ -380,4 +375,4 @@ mlir.register_lowering(ragged_p, mlir.lower_fun(_reference, multiple_results=Tru
 mlir.register_lowering(ragged_p, _lower_cuda, platform="cuda")
 ad.primitive_jvps[ragged_p] = _jvp
 ad.primitive_transposes[ragged_p] = _transpose
-batching.primitive_batchers[ragged_p] = _batch
+batching.primitive_batchers[ragged_p] = functools.partial(in_turn, ragged_p)

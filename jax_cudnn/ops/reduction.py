@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Dims, Shape, integers
+from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Algebra, Fold, Node, Work, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import Algebra, Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.planned import About, Example, Work
+from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere, grown
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
 
 
 def _over_magnitudes(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -105,10 +100,10 @@ class Reduction(Node):
     )
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     examples = (
-        Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
-        Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
-        Example({"input": (4, 96, 128)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 1, 128]}),
-        Example({"input": (8, 32, 14, 14)}, "float16", {"mode": "ADD", "out_dims": [8, 1, 14, 14]}),
+        Example.of("input: 8 64 28 28", mode="ADD", out_dims=[1, 64, 1, 1]),
+        Example.of("input: 512 256", "float32", mode="ADD", out_dims=[512, 1]),
+        Example.of("input: 4 96 128", mode="ADD", out_dims=[1, 1, 128]),
+        Example.of("input: 8 32 14 14", "float16", mode="ADD", out_dims=[8, 1, 14, 14]),
         *(
             Example({"input": shape}, dtype, {"mode": mode, "out_dims": out})
             for mode in ("MIN", "MAX", "AMAX")
@@ -117,30 +112,19 @@ class Reduction(Node):
                 ((512, 256), "float32", [512, 1]),
             )
         ),
-        Example({"input": (8, 64, 14, 14)}, "float32", {"mode": "AMAX", "out_dims": [1, 1, 1, 1]}),
+        Example.of("input: 8 64 14 14", "float32", mode="AMAX", out_dims=[1, 1, 1, 1]),
         *(
-            Example(
-                {"input": (64, 16)}, "float32", {"mode": mode, "out_dims": [64, 1]}, alone=False
-            )
+            Example.of("input: 64 16", "float32", alone=False, mode=mode, out_dims=[64, 1])
             for mode in ("MUL", "AVG", "NORM1", "NORM2", "MUL_NO_ZEROS")
         ),
     )
 
-    mode: str = "ADD"
-    out_dims: tuple[int, ...] | None = None
+    mode: str = choice(MODES, default="ADD")
+    out_dims: tuple[int, ...] | None = sizes(1, default=None, kw_only=True)
 
     @property
     def algebra(self) -> Algebra:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Algebra(sums=self.mode == "ADD")
-
-    @classmethod
-    def create(cls, mode: Any = "ADD", *, out_dims: Sequence[int] | None = None) -> Reduction:
-        name = getattr(mode, "name", mode)
-        if name not in MODES:
-            raise GraphError(
-                "unknown reduction mode", expected=", ".join(map(repr, MODES)), got=repr(mode)
-            )
-        return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -171,9 +155,7 @@ class Reduction(Node):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return self._reduced(MODES[self.mode], input)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array) -> tuple[jax.Array, ...] | None:
         if self.mode not in IN_XLA or not is_floating(str(input.dtype)):
             return None
         if itemsize(input.dtype.name) != 2:  # of 16 bits one is chosen exactly
@@ -190,7 +172,7 @@ class Reduction(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         shape, out = tensors["input"].shape, cotangents["Y"]
         if self.mode == "AVG":
             if not all(isinstance(size, int) for size in shape):
@@ -207,9 +189,7 @@ class Reduction(Node):
 
         return anywhere(tensors, kept, node)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         mode = getattr(cudnn.reduction_mode, self.mode)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.compat import varying_axes
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FP8
 from .arguments import integer
 
@@ -123,12 +123,7 @@ class DelayedScaling:
         """
         length = integer("amax_history_length", amax_history_length, 1)
         name = fp8_name("grad_dtype", grad_dtype)
-        if operation not in _FORWARD:
-            raise GraphError(
-                "operation is not valid",
-                expected=" or ".join(map(repr, _FORWARD)),
-                got=shown(operation),
-            )
+        one_of("operation", operation, _FORWARD)
         count = len(_FORWARD[operation] + _BACKWARD[operation])
         return cls(
             jnp.ones(count, jnp.float32),

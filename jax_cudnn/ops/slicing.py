@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,10 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, XLA_ONLY, Algebra, Fold, Node, Seen, frozen, matched
-from .._core.graph.planned import About, Example
+from .._core.graph.node import LEAD, Algebra, Fold, Node, frozen, matched
+from .._core.graph.planned import XLA_ONLY, About, Example, Seen
+from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
 
 
 @register
@@ -109,9 +104,7 @@ class Slice(Node):
     def keywords(self) -> dict[str, Any]:
         return {"slices": [slice(*bounds) for bounds in self.slices]}
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         parts = self._ranges(tensors["input"].get_dim())
         slices = [slice(part.start, part.stop, part.step) for part in parts]
         return (pygraph.slice(**tensors, slices=slices, **common),)
@@ -203,7 +196,7 @@ class Concatenate(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         out, passed, start = cotangents["OUT_0"], {}, 0
         axis, whole = self.axis % out.ndim, [slice(None)] * out.ndim
         for port in (port for port in tensors if port != "OUT_0"):

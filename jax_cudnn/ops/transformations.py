@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8
-from .._core.graph.node import LEAD, Fold
-
-if TYPE_CHECKING:
-    from .._core.graph.node import Node, Tensors, Values
-    from .._core.graph.spec import Tensor
-    from .._core.graph.tensor import GraphTensor
-    from .._core.transforms.derivation import Derivation
+from .._core.graph.node import LEAD, Fold, Node
+from .._core.rules import Derivation, GraphTensor, Tensor, Tensors, Values
 
 
 def product_jvp(

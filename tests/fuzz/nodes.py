@@ -9,7 +9,8 @@ import random
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
-from jax_cudnn._core.graph.node import ROW_MAJOR, Node, registry
+from jax_cudnn._core.graph.node import Node, registry
+from jax_cudnn._core.graph.planned import ROW_MAJOR
 
 from . import layers
 from .drawing import Drawing, Operand

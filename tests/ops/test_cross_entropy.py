@@ -274,7 +274,7 @@ def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
         ({"softcap": 0.0}, "softcap is not valid.*above 0"),
         ({"label_smoothing": 1.0}, "label_smoothing is not valid"),
         ({"z_loss": -1.0}, "z_loss is not valid"),
-        ({"reduction": "avg"}, "reduction is not valid.*'avg'"),
+        ({"reduction": "avg"}, "unknown reduction.*'avg'"),
         ({"block_size": 0}, "block_size is not valid"),
         ({"preferred_element_type": "float33"}, "preferred_element_type"),
         ({"preferred_element_type": "int32"}, "logits are floats"),

@@ -261,7 +261,7 @@ L, R, S = np.ones((6, 4), "f"), np.ones((3, 4, 2), "f"), np.ones(3, "i")
         ((L, R, S.astype("f")), {}, r"group_sizes.astype\(jnp.int32\)"),
         ((L.astype("i"), R.astype("i"), S), {}, "multiplies floats"),
         ((L, R, S), {"group_offset": jnp.array(1)}, "has no group_offset"),
-        ((L, R, S), {"implementation": "cudnn"}, "no such implementation"),
+        ((L, R, S), {"implementation": "cudnn"}, "unknown implementation"),
         ((L, R, S), {"transpose_rhs": "no"}, "not a Python bool"),
         ((L, R, S), {"preferred_element_type": "complex64"}, "preferred_element_type"),
     ],

@@ -35,8 +35,8 @@ import jax.numpy as jnp
 
 from .dims import Shape
 from .merging import is_reread, merged, reread, widened
-from .node import Edge, Node
-from .planned import MATRICES, Planned
+from .node import Node
+from .planned import MATRICES, Edge, Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
 BITS = 8  # of a byte, along the channels

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating, wide_dtype
-from .node import XLA_ONLY, About, Draws, Indices, Node, Work, frozen
+from .node import Draws, Indices, Node, frozen
+from .planned import XLA_ONLY, About, Work
 from .promotion import inferred
 from .reference import applied
 
 if TYPE_CHECKING:
-    from ..transforms.derivation import Derivation
-    from .node import Tensors, Values
-    from .spec import Tensor
-    from .tensor import GraphTensor
+    from ..rules import Derivation, GraphTensor, Tensor, Tensors, Values
 
 
 def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from .dims import Shape
-from .node import MATRICES, REGISTRY, Node
+from .node import REGISTRY, Node
+from .planned import MATRICES
 from .spec import Call, GraphSpec, Tensor
 
 

@@ -3,7 +3,6 @@
 A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
 ``builder.register`` checks the contract, so a wrong node fails at import. This file
 defines an operation's meaning and its transformations; planned.py defines how it maps to cuDNN.
-Operations import the names of both from here.
 """
 
 from __future__ import annotations
@@ -13,43 +12,21 @@ import functools
 import importlib
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 
-from ..errors import GraphTypeError, shown
-from .dims import Dims, Shape
+from ..errors import GraphError, GraphTypeError, one_of, shown
+from .dims import Dims, Shape, integers
 from .dtypes import NUMBERS, float32_range
-from .planned import ANY as ANY
-from .planned import CHANNELS_LAST as CHANNELS_LAST
-from .planned import EVEN_IF_STRICT as EVEN_IF_STRICT
-from .planned import MATRICES as MATRICES
-from .planned import MERGED as MERGED
-from .planned import NUMBERS_ONLY as NUMBERS_ONLY
-from .planned import ONE_ELEMENT as ONE_ELEMENT
-from .planned import ROW_MAJOR as ROW_MAJOR
-from .planned import XLA_ONLY as XLA_ONLY
-from .planned import About as About
-from .planned import Anchor as Anchor
-from .planned import Edge as Edge
-from .planned import Engines as Engines
-from .planned import Example, Planned
-from .planned import OtherForm as OtherForm
-from .planned import Seen as Seen
-from .planned import View as View
-from .planned import Work as Work
+from .planned import Example, Planned, Work
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
-    from ..transforms.derivation import Derivation
-    from .spec import Tensor
-    from .tensor import GraphTensor
-
-    Values = Mapping[str, GraphTensor]
-    Tensors = Mapping[str, Tensor]
+    from ..rules import Derivation, GraphTensor, Tensor, Tensors, Values
 
 T = TypeVar("T")
 
@@ -57,7 +34,17 @@ LEAD = -1
 """In :class:`Fold`: a new leading dimension."""
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def choice(known: Collection[str], *, default: Any = dataclasses.MISSING) -> Any:
+    """A field with one of these names, which pygraph has as members of an enum."""
+    return dataclasses.field(default=default, metadata={"known": known})
+
+
+def sizes(least: int = 0, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field with integers of at least this, in a tuple."""
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"least": least})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, choice, sizes))
 def frozen(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
     double the import time of each node."""
@@ -183,6 +170,32 @@ def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
     return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
 
 
+def check_ports(
+    inputs: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int | None]],
+    dtypes: Mapping[str, Collection[str]] = MappingProxyType({}),
+    beside: Collection[str] = (),
+) -> None:
+    """GraphTypeError or GraphError if operands at these ports, where they are, have other dtypes or
+    shapes, in which None is any size; ``beside``: the operands from which the shapes follow."""
+    for port, tensor in inputs.items():
+        dtype, own = tensor.dtype, tensor.shape
+        allowed, shape = dtypes.get(port, (dtype,)), shapes.get(port, own)
+        fits = len(shape) == len(own) and all(
+            a in (None, b) for a, b in zip(shape, own, strict=True)
+        )
+        if fits and dtype in allowed:
+            continue
+        got = f"{port}: {dtype}{list(own)}"
+        if dtype not in allowed:
+            expected = " or ".join(allowed)
+            raise GraphTypeError(f"{port!r} has the wrong dtype", expected=expected, got=got)
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in beside if p in inputs)
+        got += f", with {others}" if others else ""
+        raise GraphError(f"{port!r} has the wrong shape", expected=f"[{expected}]", got=got)
+
+
 @frozen
 class Node(Planned):
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
@@ -227,7 +240,11 @@ class Node(Planned):
         The builder sets ``compute_data_type`` afterwards.
         """
         for field in dataclasses.fields(cls):
-            value = attributes.get(field.name)
+            value, rule = attributes.get(field.name), field.metadata
+            if "known" in rule and field.name in attributes:
+                attributes[field.name] = one_of(field.name, value, rule["known"])
+            if "least" in rule and value is not None:
+                attributes[field.name] = integers(field.name, value, rule["least"])
             if value is not None and str(field.type).startswith("float"):
                 if not isinstance(value, numbers.Real):
                     raise GraphTypeError(
@@ -275,15 +292,15 @@ class Node(Planned):
         made = (math.prod(tensors[port].shape) for port in self.results if port in tensors)
         return Work(sum(made), self.method)
 
-    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def reference(self, *args: Any, **arrays: Any) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.
 
         Arrays arrive in the compute type, except for products and nodes that move elements, which
-        receive them unchanged. Only products get ``precision``.
+        receive them unchanged. They are keyword arguments; only products get ``precision``.
         """
         raise NotImplementedError
 
-    def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
+    def xla(self, *args: Any, **arrays: Any) -> tuple[jax.Array, ...] | None:
         """How XLA computes the node best on a GPU, where that is not the reference (None).
 
         Arrays arrive in the dtypes in which they are held. Results may differ from the reference's

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .spec import GraphSpec, Tensor
 
 # Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
+Handles = Mapping[str, Any]
+"""pygraph's tensors by port, or keywords of its methods."""
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 
 XLA_ONLY, EVEN_IF_STRICT = "XLA only", "XLA, even if strict"
@@ -227,9 +229,7 @@ class Planned:
             if value is not None
         }
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port, of a
         port with several views one for each of them.
 
@@ -257,3 +257,16 @@ class Example(NamedTuple):
     out: str | None = None
     alone: bool = True
     positive: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, inputs: str, dtype: str = "bfloat16", **more: Any) -> Example:
+        """From text: ``"x: 4 8, mask: int8 4 8, epsilon: 1e-5"`` has two arrays, the second with a
+        dtype of its own, and a number. ``more``: other fields, and attributes."""
+        given, dtypes = {}, {}
+        for port, *words in (part.replace(":", "").split() for part in inputs.split(",")):
+            if words[0].isidentifier():
+                dtypes[port] = words.pop(0)
+            number = "." in words[0] or "e" in words[0]
+            given[port] = float(words[0]) if number else tuple(map(int, words))
+        fields = {name: more.pop(name) for name in ("out", "alone", "positive") if name in more}
+        return cls(given, dtype, more, dtypes, **fields)

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from . import reference
 from .dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize, wide_dtype
-from .node import MATRICES, Node
+from .node import Node
 from .options import lax_precision
+from .planned import MATRICES
 from .reference import HALVES, applied, given, kept, rounded, steps
 from .spec import Call, GraphSpec
 

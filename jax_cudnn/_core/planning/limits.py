@@ -21,17 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ..graph import planned
 from ..graph.dims import Shape
 from ..graph.layout import layout
 from ..graph.merging import is_split
-from ..graph.planned import (
-    ANY,
-    CHANNELS_LAST,
-    MATRICES,
-    MERGED,
-    NUMBERS_ONLY,
-    ROWS_AND_CHANNELS,
-)
 from ..graph.spec import FLOAT64, Call, GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from .call_sets import CallSets, members
@@ -73,9 +66,10 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
         for shape in [v.dims for v in seen.parts.get(tensor.name, ())] or [tensor.shape]
     }
     orders = {call.node.anchor.order for call in spec.anchors}
-    least = {4 if order == CHANNELS_LAST else 0 for order in orders}
+    least = {4 if order == planned.CHANNELS_LAST else 0 for order in orders}
     free = all(
-        call.node.ports.is_elementwise or call.node.anchor.order == MERGED for call in spec.calls
+        call.node.ports.is_elementwise or call.node.anchor.order == planned.MERGED
+        for call in spec.calls
     )
     free = free or seen.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
@@ -90,13 +84,13 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
 
 def _no_matrices(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
-    among = [call.name for call in spec.calls if call.node.anchor.order == MATRICES]
+    among = [call.name for call in spec.calls if call.node.anchor.order == planned.MATRICES]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
     if not layout(spec).has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         for call in spec.calls:
-            if call.node.anchor.order != MATRICES and not call.node.ports.is_elementwise:
+            if call.node.anchor.order != planned.MATRICES and not call.node.ports.is_elementwise:
                 yield call.name, what
         return
     for tensor in spec.tensors:
@@ -118,7 +112,7 @@ def _calls(spec: GraphSpec) -> _Found:
             kept = out in spec.outputs or spec.tensor(out).order is not None
             if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.about.requires})"
-    if any(call.node.anchor.order == MERGED for call in spec.calls) and seen.merged is None:
+    if any(call.node.anchor.order == planned.MERGED for call in spec.calls) and seen.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.anchors:
         yield from _small_intermediates(spec)
@@ -150,15 +144,15 @@ def _broadcasts(
         return None
     out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
-    alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
+    alone = planned.ROWS_AND_CHANNELS if small else planned.NUMBERS_ONLY
     kind = next((c.node.anchor.broadcasts for c in spec.anchors), alone)
     arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     (n, c, *spatial), ones = out, [1] * len(out[2:])
-    allowed = [] if kind == NUMBERS_ONLY else [[1, 1, *ones]]
-    if kind == ROWS_AND_CHANNELS:
+    allowed = [] if kind == planned.NUMBERS_ONLY else [[1, 1, *ones]]
+    if kind == planned.ROWS_AND_CHANNELS:
         allowed = [[1, c, *ones], [n, 1, *spatial], *allowed]
     wrong = [list(dims) for dims in arrays if dims != out and list(dims) not in allowed]
-    if kind == ANY or (not wrong and out in arrays):
+    if kind == planned.ANY or (not wrong and out in arrays):
         return None
     given = " and ".join(map(str, wrong or map(list, arrays)))
     what = f"broadcasting {given} to {list(out)} is not supported: next to a full operand cuDNN "
@@ -188,7 +182,7 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
             yield spec.calls[i].name, what
         for other in members(sets.anchors & sets.before(1 << i)):
             first, second = spec.calls[other], spec.calls[i]
-            if first.node.anchor.order == second.node.anchor.order == MATRICES:
+            if first.node.anchor.order == second.node.anchor.order == planned.MATRICES:
                 what = f"it needs {first.name}, and such chains are not verified"
                 yield second.name, what
 
@@ -198,7 +192,7 @@ def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     before, after = sets.before(sets.anchors), sets.after(sets.anchors)
     behind, beside = members(after), members(sets.all & ~sets.anchors & ~after)
     methods = {call.node.method for call in spec.calls}
-    if before and anchor.node.anchor.prologue not in (ANY, *methods):
+    if before and anchor.node.anchor.prologue not in (planned.ANY, *methods):
         what = f"{anchor.name} takes no operand computed in the same plan"
         yield from ((spec.calls[i].name, what) for i in members(before))
     further = {name: port for port, name in anchor.outputs[1:]}

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..graph.dtypes import FP8
 from ..graph.layout import layout
-from ..graph.node import MATRICES
+from ..graph.planned import MATRICES
 from ..graph.promotion import default_compute
 from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import PlanningError, UnsupportedGraphError
-from ..graph.node import EVEN_IF_STRICT
 from ..graph.options import Surroundings
+from ..graph.planned import EVEN_IF_STRICT
 from ..graph.spec import FLOAT64, GraphSpec
 from ..store.cache import configured
 from ..user_context import CUDNN

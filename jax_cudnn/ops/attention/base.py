@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.errors import GraphError, GraphTypeError, one_of, shown
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import (
+from ..._core.graph.node import Draws, Fold, Indices, Node, check_ports, frozen, matched
+from ..._core.graph.planned import (
     NUMBERS_ONLY,
     ROW_MAJOR,
     About,
     Anchor,
-    Draws,
     Engines,
-    Fold,
-    Indices,
-    Node,
     OtherForm,
     Seen,
     Work,
-    frozen,
-    matched,
 )
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Handles, Tensor, Tensors
 from . import extras
-from .bias import LENGTHS, HasBias, HasLengths, check_int32
+from .bias import LENGTHS, HasBias, HasLengths
 from .reference import Attention, Band, bound
 from .score_mod.value import is_operand
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 _OF_HEADS = 8  # head sizes are multiples of this
@@ -61,13 +53,7 @@ def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str,
     """The attributes with the alignment by name and the left and right bounds as integers;
     GraphError if they are not valid."""
     alignment = attributes.get("diagonal_alignment", TOP_LEFT)
-    name = getattr(alignment, "name", alignment)
-    if name not in (TOP_LEFT, BOTTOM_RIGHT):
-        raise GraphError(
-            "unknown diagonal_alignment",
-            expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
-            got=repr(alignment),
-        )
+    name = one_of("diagonal_alignment", alignment, (TOP_LEFT, BOTTOM_RIGHT))
     checked = {
         bound: _bound(bound, attributes.get(bound), least)
         for bound, least in zip(bounds, (1, 0), strict=True)
@@ -99,14 +85,7 @@ def check_heads(q: int, k: int, v: int) -> None:
 
 def check_shapes(inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
     """GraphError if operands do not have these shapes, or if only one of the lengths is there."""
-    for port, shape in wanted.items():
-        if port in inputs and inputs[port].shape != shape:
-            of = (f"{p} {list(inputs[p].shape)}" for p in ("q", "k", "qkv") if p in inputs)
-            raise GraphError(
-                f"{port!r} has the wrong shape",
-                expected=str(list(shape)),
-                got=f"{list(inputs[port].shape)}, with {' and '.join(of)}",
-            )
+    check_ports(inputs, wanted, beside=("q", "k", "qkv"))
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
             "one of the lengths is missing",
@@ -248,9 +227,7 @@ class AttentionBase(HasLengths):
             keywords["use_padding_mask"] = True
         return {**tensors, **keywords}
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         made = getattr(pygraph, self.method)(**self.arguments(tensors), **common)
         return tuple(tensor for tensor in made if tensor is not None)
 
@@ -297,7 +274,7 @@ class SdpaBase(AttentionBase, HasBias):
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        check_int32(inputs, LENGTHS)
+        check_ports(inputs, {}, dict.fromkeys(LENGTHS, ("int32",)))
         raw = {*LENGTHS, *extras.RAW}
         matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})

@@ -13,34 +13,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError
+from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Edge, Engines, Indices, Node, Seen, View, frozen
+from ..._core.graph.node import Indices, Node, frozen
+from ..._core.graph.planned import Edge, Engines, Seen, View
 from ..._core.reasons import Reason
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
+from ..._core.rules import GraphSpec, Tensor, Tensors
 
 LENGTHS = ("seq_len_q", "seq_len_kv")
 _QUERIES, _KEYS = 2, 3  # dimensions of scores (B, H, Sq, Skv)
-
-
-def check_int32(inputs: Mapping[str, Tensor], ports: Sequence[str]) -> None:
-    """GraphTypeError if an operand at these ports is not int32."""
-    for port in ports:
-        if port in inputs and inputs[port].dtype != "int32":
-            raise GraphTypeError(
-                f"{port!r} has the wrong dtype",
-                expected="int32",
-                got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
-            )
 
 
 def clipped_lengths(scores: Shape, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

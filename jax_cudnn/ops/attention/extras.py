@@ -23,13 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.node import Draws, advanced
+from ..._core.rules import Tensor, Tensors
 
 if TYPE_CHECKING:
-    from ..._core.graph.dims import Shape
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import Tensor
     from .base import SdpaBase
 
 TILE = 128

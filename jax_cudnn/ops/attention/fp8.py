@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphTypeError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import Fold, Node, frozen
+from ..._core.graph.node import Fold, Node, check_ports, frozen
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from ..scaling import E4M3, E5M2
 from .base import LENGTHS, AttentionBase, Deterministic, read_again
 from .fp8_reference import Fp8Attention
 from .fp8_tangent import gradients
 from .tangent import tangents_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 TILE = 128
 """Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
@@ -58,15 +52,9 @@ class Fp8Base(AttentionBase):
         """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         lengths = dict.fromkeys(LENGTHS, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
-        wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype)}
-        for port, tensor in inputs.items():
-            allowed = (wanted[port],) if port in wanted else self.dtypes
-            if tensor.dtype not in allowed:
-                raise GraphTypeError(
-                    f"{port!r} has the wrong dtype",
-                    expected=" or ".join(allowed),
-                    got=f"{tensor.dtype}{list(tensor.shape)}",
-                )
+        own = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype)}
+        known = {port: (dtype,) for port, dtype in own.items()}
+        check_ports(inputs, {}, dict.fromkeys(inputs, self.dtypes) | known)
         self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
         self.checked(inputs, {port: self.factor_shape(port, inputs) for port in factors})
 
@@ -110,9 +98,7 @@ class Fp8Base(AttentionBase):
         """Whether all batch elements share an operand."""
         return port.startswith(("scale_", "descale_"))
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         return tangents_of(self, g, tangents, inputs, outputs)
 
 

@@ -22,16 +22,8 @@ from ..scaling import (
     quantizable,
     scale_of,
 )
-from .arguments import (
-    BY_TOKEN,
-    attributes,
-    band_of,
-    batched,
-    check_operands,
-    lengths_of,
-    scalar_scale,
-    scores_of,
-)
+from . import arguments
+from .arguments import attributes
 from .bias import LENGTHS
 from .fp8_tangent import Quantize
 from .reference import Band
@@ -57,7 +49,7 @@ class _Kind(NamedTuple):
 
 def _placed(x):
     """A (B, N, T, H) tensor in the memory layout of (B, T, N, H)."""
-    return x.set_stride(packed_strides(x.shape, BY_TOKEN))
+    return x.set_stride(packed_strides(x.shape, arguments.BY_TOKEN))
 
 
 def _padding(lengths):
@@ -178,11 +170,13 @@ def dot_product_attention_fp8(
     """
     check_scaling(scaling, "attention")
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
-    (query, key, value), had_batch = batched(query=query, key=key, value=value)
-    check_operands(query, key, value)
-    band = band_of(is_causal, local_window_size, bottom_right)
-    kind = _Kind(scalar_scale(query, scale), band, options, implementation)
-    lengths = lengths_of(scores_of(query, key), query_seq_lengths, key_value_seq_lengths)
+    (query, key, value), had_batch = arguments.batched(query=query, key=key, value=value)
+    arguments.check_operands(query, key, value)
+    band = arguments.band_of(is_causal, local_window_size, bottom_right)
+    kind = _Kind(arguments.scalar_scale(query, scale), band, options, implementation)
+    lengths = arguments.lengths_of(
+        arguments.scores_of(query, key), query_seq_lengths, key_value_seq_lengths
+    )
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     out: Any
     if scaling is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,10 @@ import jax.numpy as jnp
 from ..._core.graph.by_reference import derived_ports
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import EVEN_IF_STRICT, About, Node, frozen
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import EVEN_IF_STRICT, About
+from ..._core.rules import Derivation, GraphTensor, Tensor, Tensors, Values
 from ..scaling import E4M3, E5M2, largest, quantizable, scale_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 class InXla(Node):
@@ -43,16 +39,14 @@ class Quantize(InXla):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {"OUT_0": (inputs["input"].shape, self.dtype)}
 
-    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         wide = quantizable(input) if self.dtype in FP8 else input.astype(jnp.float32)
         return (wide * scale.astype(jnp.float32),)
 
     def linear_in(self, ports: Collection[str]) -> bool:
         return {*ports} <= {"input"}
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if "input" not in tangents:
             return {}
         node = self if self.dtype not in FP8 else dataclasses.replace(self, dtype="float32")
@@ -60,7 +54,7 @@ class Quantize(InXla):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         node = dataclasses.replace(self, dtype=tensors["input"].dtype)
         return {"input": g.apply(node, input=cotangents["OUT_0"], scale=inputs["scale"])[0]}
 
@@ -76,14 +70,12 @@ class Bounds(InXla):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return dict.fromkeys(self.results, ((1, 1, 1, 1), "float32"))
 
-    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
         x = input.astype(jnp.float32) * scale.astype(jnp.float32)
         norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
         return _largest(jnp.abs(x)), _largest(norms)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         """They are constants, as the scales."""
         return {}
 
@@ -140,9 +132,7 @@ class QuantizeGradient(InXla):
             found[f"unscale_{port}"] = x[f"descale_{port}"] / scales[f"d{port.upper()}"]
         return tuple(found[name] for name in self.results_)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         """Scales are constants: later operations divide by them."""
         if "grad" not in tangents:
             return {}

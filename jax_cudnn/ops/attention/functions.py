@@ -12,19 +12,8 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags
-from .arguments import (
-    BY_TOKEN,
-    attributes,
-    band_of,
-    batched,
-    by_token,
-    check_operands,
-    extensions,
-    lengths_of,
-    modification,
-    scaled,
-    scores_of,
-)
+from . import arguments
+from .arguments import attributes
 from .bias import LENGTHS
 from .masks import fill_with_mean, masked_bias
 from .reference import Band
@@ -46,14 +35,14 @@ def _attention(
     g, q, k, v, bias, lengths, extras, operands=(), *, score_mod, heads_first, **attributes
 ):
     for x in () if heads_first else (q, k, v):
-        x.set_stride(packed_strides(x.shape, BY_TOKEN))
+        x.set_stride(packed_strides(x.shape, arguments.BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
     named |= zip(LENGTHS, lengths, strict=False)
     if score_mod is not None:
         named |= {"score_mod": score_mod, "score_mod_operands": operands}
     out, statistic = g.sdpa(q, k, v, **named, **extras, **attributes)
     if not heads_first:
-        out.set_stride(packed_strides(out.shape, BY_TOKEN))
+        out.set_stride(packed_strides(out.shape, arguments.BY_TOKEN))
     return out, statistic
 
 
@@ -195,16 +184,16 @@ def dot_product_attention(
         heads_first=heads_first,
         return_residual=return_residual,
     )
-    (q, k, v), had_batch = batched(heads_first, query=query, key=key, value=value)
-    queries, keys, values = (by_token(x, heads_first) for x in (q, k, v))
-    check_operands(queries, keys, values)
-    scores, dtype = scores_of(queries, keys), q.dtype
-    q, scale = scaled(q, scale)
-    band = seen = band_of(is_causal, local_window_size, bottom_right)
+    (q, k, v), had_batch = arguments.batched(heads_first, query=query, key=key, value=value)
+    queries, keys, values = (arguments.by_token(x, heads_first) for x in (q, k, v))
+    arguments.check_operands(queries, keys, values)
+    scores, dtype = arguments.scores_of(queries, keys), q.dtype
+    q, scale = arguments.scaled(q, scale)
+    band = seen = arguments.band_of(is_causal, local_window_size, bottom_right)
     if not heads_first:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    lengths = ends = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
-    rate, extras = extensions(
+    lengths = ends = arguments.lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    rate, extras = arguments.extensions(
         scores, dtype, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
     operands = listed(score_mod_operands)
@@ -213,7 +202,7 @@ def dot_product_attention(
             limits = Band(), ()
         else:  # they become part of the function
             limits, lengths, seen = (band, lengths), (), Band()
-        score_mod, operands = modification(score_mod, operands, scores, dtype, *limits)
+        score_mod, operands = arguments.modification(score_mod, operands, scores, dtype, *limits)
     bias, rows = masked_bias(
         bias, mask, scores, dtype, band, ends, block_mask=block_mask,
         fill=sink is None,  # with a sink, such a query sees the sink

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -13,12 +13,10 @@ from ..._core.graph.dtypes import E8M0
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Handles, Tensor
 from ..mxfp8 import dequantize_mxfp8, scales_shape
 from .base import AttentionBase
 from .fp8 import Fp8Backward, Fp8Base, Fp8Forward
-
-if TYPE_CHECKING:
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 _ONE = (1, 1, 1, 1)
 _OTHERS = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
@@ -58,9 +56,7 @@ class BlockScaled(Fp8Base):
     def is_common(self, port: str) -> bool:
         return False
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         for port, tensor in tensors.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 
@@ -14,19 +14,13 @@ from ..._core.graph import by_reference
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import Engines, Node, OtherForm, frozen
-from ..._core.graph.planned import Example
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import Engines, Example, OtherForm
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras
 from .base import BOTTOM_RIGHT, Deterministic, SdpaBase
 from .tangent import gradients, tangents_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
-
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
 _EXTREMES = "score_max", "score_sum_exp"
@@ -84,18 +78,11 @@ class SdpaBackward(Deterministic, SdpaBase):
         "-> dQ: b h s d, dK: b n t d, dV: b c t e, dBias: *m, dSink_token: *z"
     )
     examples = (
-        Example(
-            {
-                "q": (2, 4, 128, 64),
-                "k": (2, 2, 128, 64),
-                "v": (2, 2, 128, 64),
-                "o": (2, 4, 128, 64),
-                "dO": (2, 4, 128, 64),
-                "stats": (2, 4, 128, 1),
-            },
-            dtypes={"stats": "float32"},
-            attributes={"attn_scale": 0.125},
+        Example.of(
+            "q: 2 4 128 64, k: 2 2 128 64, v: 2 2 128 64, o: 2 4 128 64, dO: 2 4 128 64, "
+            "stats: float32 2 4 128 1",
             positive=("stats",),
+            attn_scale=0.125,
         ),
     )
 
@@ -146,16 +133,14 @@ class SdpaBackward(Deterministic, SdpaBase):
     def linear_in(self, ports: Collection[str]) -> bool:
         return {*ports} <= {"dO"}
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if not self.linear_in(tangents.keys()):
             inputs = with_mask(self, g, inputs)
         return by_reference.jvp(self, g, tangents, inputs, outputs)
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         inputs = with_mask(self, g, inputs)
         return by_reference.transpose(self, g, cotangents, inputs, tensors)
 
@@ -174,9 +159,7 @@ class SdpaBackward(Deterministic, SdpaBase):
         both = Emission.with_derivative(self.score_mod, tensors)
         return {"score_mod": both.forward, "score_mod_bprop": both.backward}
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         made = {}
         for name, port in _OPTIONAL.items():
             if getattr(self, name):
@@ -251,29 +234,18 @@ class Sdpa(SdpaBase):
         "-> O: b h s e, Stats: *l, RNG_DUMP: *r, score_max: *l, score_sum_exp: *l"
     )
     examples = (
-        Example(
-            {"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)},
-            attributes={"attn_scale": 0.125},
-        ),
-        Example(
-            {"q": (2, 4, 128, 64), "k": (2, 4, 192, 64), "v": (2, 4, 192, 64)},
+        Example.of("q: 2 4 128 64, k: 2 2 128 64, v: 2 2 128 64", attn_scale=0.125),
+        Example.of(
+            "q: 2 4 128 64, k: 2 4 192 64, v: 2 4 192 64",
             "float16",
-            attributes={
-                "attn_scale": 0.125,
-                "diagonal_alignment": BOTTOM_RIGHT,
-                "diagonal_band_left_bound": 64,
-                "diagonal_band_right_bound": 0,
-                "generate_stats": False,
-            },
+            attn_scale=0.125,
+            diagonal_alignment=BOTTOM_RIGHT,
+            diagonal_band_left_bound=64,
+            diagonal_band_right_bound=0,
+            generate_stats=False,
         ),
-        Example(
-            {
-                "q": (2, 4, 128, 64),
-                "k": (2, 4, 128, 64),
-                "v": (2, 4, 128, 64),
-                "bias": (2, 1, 128, 128),
-            },
-            attributes={"attn_scale": 0.125},
+        Example.of(
+            "q: 2 4 128 64, k: 2 4 128 64, v: 2 4 128 64, bias: 2 1 128 128", attn_scale=0.125
         ),
     )
 
@@ -341,9 +313,7 @@ class Sdpa(SdpaBase):
         needs = tiles if "block_mask" in tensors else None
         return super().engines(tensors, graph)._replace(needs=needs)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         if "block_mask" in tensors and cudnn.backend_version() < extras.CUDNN_OF_TILES:
@@ -359,9 +329,7 @@ class Sdpa(SdpaBase):
         plain = dataclasses.replace(self, **dict.fromkeys(made, False))
         return (*SdpaBase.emit(plain, pygraph, {**tensors, **made}, common), *made.values())
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         inputs = with_mask(self, g, inputs)
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,16 @@ from jax.core import max_dim
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
-from ..._core.graph.node import Draws, Node, View, advanced
+from ..._core.graph.node import Draws, Node, advanced
+from ..._core.graph.planned import View
 from ..._core.reasons import Reason
+from ..._core.rules import Handles, Tensor, Tensors
 from . import extras
 from . import reference as attention_reference
 from .base import check_heads, check_shapes
 from .bias import LENGTHS, HasBias
 from .reference import Arrays, Attention
 from .storage import Storage
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import Tensor
 
 # Port -> the offsets of its array; ports of queries and ports of keys.
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
@@ -156,9 +154,7 @@ class Packed(Storage):
             found[port] = jnp.clip(given[port], 0, jnp.minimum(room, limit))
         return found
 
-    def emit(
-        self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, base: Node, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         arrays = {port: x for port, x in tensors.items() if port not in _OFFSETS}
         if "dO" in tensors:
             totals = "max_total_seq_len_q", "max_total_seq_len_kv"

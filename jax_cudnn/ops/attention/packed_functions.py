@@ -12,19 +12,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags, floating, integer
-from .arguments import (
-    attributes,
-    band_of,
-    bias_of,
-    check_operands,
-    check_size,
-    extensions,
-    integers,
-    lengths_of,
-    operands,
-    scalar_scale,
-    scaled,
-)
+from . import arguments
+from .arguments import attributes
 from .bias import LENGTHS
 from .masks import fill_with_mean, masked_bias
 from .nodes import Sdpa
@@ -129,10 +118,10 @@ def packed_dot_product_attention(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
     expected = "rank 3 (tokens, heads, head size): (T, N, H), (S, K, H) and (S, K, E)"
-    query, key, value = operands((3,), expected, query=query, key=key, value=value)
-    check_operands(query[None], key[None], value[None])
-    query, scale = scaled(query, scale)
-    band = band_of(is_causal, local_window_size, bottom_right)
+    query, key, value = arguments.operands((3,), expected, query=query, key=key, value=value)
+    arguments.check_operands(query[None], key[None], value[None])
+    query, scale = arguments.scaled(query, scale)
+    band = arguments.band_of(is_causal, local_window_size, bottom_right)
     queries, most = starts_of("query_offsets", query_offsets), (query.shape[0], key.shape[0])
     given = [integer("max_query_length", max_query_length, 1, STATIC), most[1]]
     if key_value_offsets is None:
@@ -150,8 +139,8 @@ def packed_dot_product_attention(
     batch, heads = queries.shape[0] - 1, query.shape[1]
     letters = "B, N, max_query_length, max_key_value_length"
     scores = batch, heads, *given
-    bias = bias_of(bias, scores, query.dtype, letters, masks=False)
-    rate, extras = extensions(
+    bias = arguments.bias_of(bias, scores, query.dtype, letters, masks=False)
+    rate, extras = arguments.extensions(
         scores, query.dtype, dropout_rate, dropout_rng, sink, False, None, is_causal
     )
     # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
@@ -184,7 +173,7 @@ def packed_dot_product_attention(
 def starts_of(name: str, x: Any) -> jax.Array:
     meaning = ", the start of each sequence and the end of the last one"
     fix = 'from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")'
-    return integers(name, x, ("B + 1",), meaning, fix)
+    return arguments.integers(name, x, ("B + 1",), meaning, fix)
 
 
 def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
@@ -266,11 +255,11 @@ def dot_product_attention_qkv(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
-    check_size(qkv.shape[-1], qkv)
-    scale = scalar_scale(qkv, scale)
-    band = band_of(is_causal, local_window_size, bottom_right)
+    arguments.check_size(qkv.shape[-1], qkv)
+    scale = arguments.scalar_scale(qkv, scale)
+    band = arguments.band_of(is_causal, local_window_size, bottom_right)
     scores = qkv.shape[0], heads, qkv.shape[1], qkv.shape[1]
-    ends = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    ends = arguments.lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
     bias, rows = masked_bias(bias, mask, scores, qkv.dtype, band, ends)
     out, statistic = chosen(QKV, options, None, implementation)(
         qkv, bias, ends, heads=heads, **attributes(scale, band)

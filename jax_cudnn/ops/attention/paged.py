@@ -5,37 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from ..._core.errors import GraphError
 from ..._core.graph.dims import Shape
-from ..._core.graph.node import Draws, Fold, Node, View, advanced
+from ..._core.graph.node import Draws, Fold, Node, advanced
+from ..._core.graph.planned import View
 from ..._core.reasons import Reason
-from . import extras
+from ..._core.rules import Handles, Tensor, Tensors
+from . import extras, packed
 from . import reference as attention_reference
 from .base import check_heads, check_shapes
 from .bias import LENGTHS, HasBias, clipped_lengths
-from .packed import (
-    ONE_QUERY,
-    QUERIES,
-    UNCOMPARED,
-    begins,
-    check_offsets,
-    clipped_offsets,
-    of_statistic,
-    place_offsets,
-    ragged_view,
-    token_places,
-)
 from .reference import Arrays, Attention
 from .storage import Storage, tokens_first
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import Tensor
 
 _TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "o", "stats"))
@@ -64,7 +50,7 @@ class Paged(Storage):
     name = "paged"
     indices = HasBias.indices._replace(
         positions=_INTEGERS,
-        offsets={port: f"ragged_offset_{kind}" for port, kind in QUERIES.items()},
+        offsets={port: f"ragged_offset_{kind}" for port, kind in packed.QUERIES.items()},
     )
     about = Storage.about._replace(
         requires="bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: "
@@ -114,7 +100,7 @@ class Paged(Storage):
         check_shapes(inputs, {**tables, **offsets, **dict.fromkeys(LENGTHS, (b, 1, 1, 1))})
         check_heads(h, *(self._of(port, inputs)[0] for port in ("k", "v")))
         if self.max_seq_len_q:
-            check_offsets({"q": inputs["q"].shape, "O": self.made(inputs)[0]})
+            packed.check_offsets({"q": inputs["q"].shape, "O": self.made(inputs)[0]})
         for port in ("k", "v"):
             if f"page_table_{port}" not in inputs and inputs[port].shape[0] != b:
                 raise GraphError(
@@ -125,7 +111,7 @@ class Paged(Storage):
 
     def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         o = (*inputs["q"].shape[:-1], inputs["v"].shape[3])
-        return o, of_statistic(inputs, *self._queries(inputs))
+        return o, packed.of_statistic(inputs, *self._queries(inputs))
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         keys = [self._of(port, tensors)[1] for port in ("k", "v")]
@@ -139,13 +125,13 @@ class Paged(Storage):
 
     def refused(self, tensors: Tensors) -> Reason | None:
         if self.max_seq_len_q == 1:
-            return Reason(ONE_QUERY)
-        return Reason(UNCOMPARED) if "seed" in tensors else None
+            return Reason(packed.ONE_QUERY)
+        return Reason(packed.UNCOMPARED) if "seed" in tensors else None
 
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         if self.max_seq_len_q and self.indices.offsets.get(port) in tensors:
             batch = tensors["seq_len_q"].shape[0]
-            return (ragged_view(port, tensors[port].shape, batch, self.max_seq_len_q),)
+            return (packed.ragged_view(port, tensors[port].shape, batch, self.max_seq_len_q),)
         if port not in ("q", "O", "k", "v"):
             return None
         by_heads = self.queries_heads_first if port in ("q", "O") else self.heads_first
@@ -153,7 +139,7 @@ class Paged(Storage):
 
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         """Page indices, offsets and lengths, clipped to the existing pages and queries."""
-        found, (room, _) = clipped_offsets(self.indices.offsets, tensors, given)
+        found, (room, _) = packed.clipped_offsets(self.indices.offsets, tensors, given)
         for table in _TABLES:
             if table in given:
                 pages = tensors[table.removeprefix("page_table_")].shape[0]
@@ -162,9 +148,7 @@ class Paged(Storage):
             found["seq_len_q"] = jnp.minimum(found["seq_len_q"], room)
         return {**found, **clipped_lengths(self.scores(tensors), found)}
 
-    def emit(
-        self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, base: Node, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         named = {_TABLES.get(port, port): x for port, x in tensors.items() if port not in _OFFSETS}
         counts = []
         for port in ("k", "v"):
@@ -172,10 +156,10 @@ class Paged(Storage):
             counts.append(tensors[port].get_dim()[2] * (1 if table is None else table.get_dim()[2]))
         if self.max_seq_len_kv is not None:
             counts.append(self.max_seq_len_kv)
-        place_offsets(self.indices.offsets, tensors, tensors)
+        packed.place_offsets(self.indices.offsets, tensors, tensors)
         made = base.emit(pygraph, named, {**common, "paged_attention_max_seq_len_kv": min(counts)})
         results = dict(zip(base.results, made, strict=True))
-        place_offsets(self.indices.offsets, tensors, results)
+        packed.place_offsets(self.indices.offsets, tensors, results)
         return made
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
@@ -194,10 +178,10 @@ class Paged(Storage):
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         if not self.max_seq_len_q:
             return self._run(attention, arrays)
-        at = begins(arrays, "q")[:, None] + jnp.arange(self.max_seq_len_q)
+        at = packed.begins(arrays, "q")[:, None] + jnp.arange(self.max_seq_len_q)
         q = jnp.take(arrays["q"], at, axis=0, mode="clip")
         o, total = self._run(attention, {**arrays, "q": q})
-        example, at = token_places(arrays)
+        example, at = packed.token_places(arrays)
         there = ((at >= 0) & (at < arrays["seq_len_q"].reshape(-1)[example]))[:, None, None]
         at = at * there[:, 0, 0]
         o = jnp.where(there, o[example, at], 0)

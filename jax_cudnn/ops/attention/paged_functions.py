@@ -12,19 +12,8 @@ from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import chosen, flags, int32, integer
-from .arguments import (
-    attributes,
-    band_of,
-    bias_of,
-    by_token,
-    check_operands,
-    extensions,
-    integers,
-    lengths_of,
-    operands,
-    scaled,
-    sink_of,
-)
+from . import arguments
+from .arguments import attributes, operands
 from .bias import LENGTHS
 from .nodes import Sdpa
 from .packed_functions import STATIC, in_elements, starts_of
@@ -136,10 +125,10 @@ def paged_dot_product_attention(
     keys, values = operands((4,), _FORMS, key_pages=key_pages, value_pages=value_pages)
     rank = 4 if query_offsets is None else 3
     (query,) = operands((rank,), _FORMS, query=query)
-    slots, held = (by_token(x, heads_first) for x in (keys, values))
-    check_operands(query if rank == 4 else query[None], slots, held, paged=True)
-    query, scale = scaled(query, scale)
-    band = band_of(is_causal, local_window_size, bottom_right)
+    slots, held = (arguments.by_token(x, heads_first) for x in (keys, values))
+    arguments.check_operands(query if rank == 4 else query[None], slots, held, paged=True)
+    query, scale = arguments.scaled(query, scale)
+    band = arguments.band_of(is_causal, local_window_size, bottom_right)
     heads, size, offsets, most = *query.shape[-2:], {}, None
     if query_offsets is None:
         batch, count = query.shape[:2]
@@ -168,17 +157,19 @@ def paged_dot_product_attention(
         )
     key_value_seq_lengths = int32("key_value_seq_lengths", key_value_seq_lengths)
     scores = batch, heads, count, slots[0]
-    lengths = lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
+    lengths = arguments.lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
     if 0 in (batch, *query.shape):
         out = jnp.zeros((*query.shape[:-1], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:-1], -jnp.inf)) if return_residual else out
     more: dict[str, jax.Array] = {}
-    bias = bias_of(bias, scores, query.dtype, "B, N, T, n * U", masks=False)
+    bias = arguments.bias_of(bias, scores, query.dtype, "B, N, T, n * U", masks=False)
     if bias is not None:
         more["bias"] = bias
     behind = count == 1 and not most  # cuDNN has no sink for one query
     if sink is not None and not behind:  # nor writes it results without keys
-        more |= extensions(scores, query.dtype, 0.0, None, sink, False, None, is_causal)[1]
+        more |= arguments.extensions(scores, query.dtype, 0.0, None, sink, False, None, is_causal)[
+            1
+        ]
         lengths = [jnp.where(lengths[1] > 0, lengths[0], 0), lengths[1]]
     out, statistic = chosen(PAGED, options, None, implementation)(
         query, keys, values,
@@ -187,7 +178,9 @@ def paged_dot_product_attention(
     )  # fmt: skip
     statistic = statistic[..., 0]
     if sink is not None and behind:
-        out, statistic = _with_sink(out, statistic, sink_of(sink, heads, query.dtype)[:, :, 0])
+        out, statistic = _with_sink(
+            out, statistic, arguments.sink_of(sink, heads, query.dtype)[:, :, 0]
+        )
     if not return_residual:
         return out
     return out, statistic if most else jnp.swapaxes(statistic, 1, 2)
@@ -251,14 +244,14 @@ def write_pages(
             expected=f"(B, T, K, H) with K, H = {list(sizes)}",
             got=str(list(new.shape)),
         )
-    table = integers("page_table", page_table, (batch, "n"))
-    first = integers("positions", positions, (batch,))
+    table = arguments.integers("page_table", page_table, (batch, "n"))
+    first = arguments.integers("positions", positions, (batch,))
     step = jnp.arange(length, dtype=jnp.int32)[None, :]
     at = first[:, None] + step
     page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
     there = (at >= 0) & (page >= 0)
     if seq_lengths is not None:
-        there &= step < integers("seq_lengths", seq_lengths, (batch,))[:, None]
+        there &= step < arguments.integers("seq_lengths", seq_lengths, (batch,))[:, None]
     page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
     new = new.astype(pages.dtype)
     if count == 0:
@@ -270,4 +263,4 @@ def write_pages(
 
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
     """(B, 1, n, 1), with indices of existing pages."""
-    return jnp.clip(integers(name, x, (batch, "n")), 0, count - 1)[:, None, :, None]
+    return jnp.clip(arguments.integers(name, x, (batch, "n")), 0, count - 1)[:, None, :, None]

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.reference import may_part
 from . import extras as extras
 
 if TYPE_CHECKING:
-    from ..._core.graph.dims import Shape
     from .score_mod.value import ScoreMod
 
 _SCORES = 2**24  # scores in memory at a time, 64 MiB of float32

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +18,16 @@ from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import (
-    Draws,
-    Edge,
-    Engines,
-    Fold,
-    Indices,
-    Node,
-    View,
-    Work,
-    frozen,
-    matched,
-)
-from ..._core.graph.planned import About
+from ..._core.graph.node import Draws, Fold, Indices, Node, check_ports, frozen, matched
+from ..._core.graph.planned import About, Edge, Engines, View, Work
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from . import extras
 from .base import GIVEN_MASK, SdpaBase, batch_folds, check_shapes, wrong_dtypes
-from .bias import LENGTHS, HasBias, check_int32, clipped_lengths
+from .bias import LENGTHS, HasBias, clipped_lengths
 from .nodes import with_mask
 from .reference import Arrays, Attention
 from .tangent import gradients, tangents_of
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 class Storage:
@@ -96,9 +80,7 @@ class Storage:
         """The operands that index others, in the bounds of the arrays."""
         return clipped_lengths(self.scores(tensors), given)
 
-    def emit(
-        self, base: Node, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, base: Node, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         return base.emit(pygraph, tensors, common)
 
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -184,7 +166,7 @@ class StoredSdpa(HasBias):
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         integers = self.indices.positions
-        check_int32(inputs, integers)
+        check_ports(inputs, {}, dict.fromkeys(integers, ("int32",)))
         raw = {*integers, *extras.RAW}
         sizes = matched(self, {port: x for port, x in inputs.items() if port not in raw})
         self.storage.check(inputs, sizes)
@@ -238,9 +220,7 @@ class StoredSdpa(HasBias):
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         return self.storage.clipped(tensors, given)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         return self.storage.emit(self.base, pygraph, tensors, common)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -254,9 +234,7 @@ class StoredSdpa(HasBias):
             found["RNG_DUMP"] = attention.mask(arrays, self.scores(cast(Any, arrays)))
         return tuple(found[port] for port in self.results)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if not (self.is_backward and self.linear_in(tangents.keys())):
             inputs = with_mask(self.base, g, inputs, self)
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
@@ -268,7 +246,7 @@ class StoredSdpa(HasBias):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         inputs = with_mask(self.base, g, inputs, self)
         return by_reference.transpose(self, g, cotangents, inputs, tensors)
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from ..._core.graph.by_reference import Tangent, Transposed, derived_ports
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import XLA_ONLY, About, Node, frozen
+from ..._core.graph.node import Node, frozen
+from ..._core.graph.planned import XLA_ONLY, About
+from ..._core.rules import Derivation, GraphTensor, Tensor, Tensors, Values
 from .extras import sink_gradient
 from .score_mod.value import is_operand
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _GRADIENTS = {
     "q": "dQ", "k": "dK", "v": "dV", "qkv": "dQKV", "bias": "dBias", "sink_token": "dSink_token",
@@ -65,7 +61,7 @@ class SdpaTangent(Tangent):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         out = self.made.get("O")
         linear = {port: name for port, name in self.given.items() if name not in inputs}
         of_mod = {port: name for port, name in linear.items() if is_operand(port)}

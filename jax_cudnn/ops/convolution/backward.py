@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,11 @@ import jax.numpy as jnp
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic, itemsize
-from ..._core.graph.node import CHANNELS_LAST, ONE_ELEMENT, Anchor, Engines
-from ..._core.graph.planned import About, Example
+from ..._core.graph.planned import CHANNELS_LAST, ONE_ELEMENT, About, Anchor, Engines, Example, Work
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import SOLVERS, ConvolutionGradient, Roles
 from .reference import convolved, cropped
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Work
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 
 @register
@@ -54,35 +50,31 @@ class ConvDgrad(ConvolutionGradient):
         jax_names=("conv_transpose",),
     )
     examples = (
-        Example(
-            {"loss": (8, 64, 28, 28), "filter": (64, 32, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"loss": (4, 64, 14, 15), "filter": (64, 32, 3, 3)},
+        Example.of("loss: 8 64 28 28, filter: 64 32 3 3", padding=[1, 1]),
+        Example.of(
+            "loss: 4 64 14 15, filter: 64 32 3 3",
             "float16",
-            {"padding": [1, 1], "stride": [2, 1], "out_dims": [4, 32, 28, 15]},
+            padding=[1, 1],
+            stride=[2, 1],
+            out_dims=[4, 32, 28, 15],
         ),
-        Example(
-            {"loss": (2, 32, 16, 16), "filter": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example({"loss": (4, 24, 24), "filter": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"loss": (2, 32, 6, 9, 8), "filter": (32, 4, 3, 3, 3)},
+        Example.of("loss: 2 32 16 16, filter: 32 16 3 3", "float32", dilation=[2, 2]),
+        Example.of("loss: 4 24 24, filter: 24 16 3", stride=[2]),
+        Example.of(
+            "loss: 2 32 6 9 8, filter: 32 4 3 3 3",
             "float16",
-            {"padding": [1, 1, 1], "out_dims": [2, 16, 6, 9, 8]},
+            padding=[1, 1, 1],
+            out_dims=[2, 16, 6, 9, 8],
         ),
-        Example(
-            {"loss": (4, 32, 7, 7), "filter": (32, 1, 3, 3)},
-            "bfloat16",
-            {
-                "pre_padding": [0, 1],
-                "post_padding": [1, 0],
-                "stride": [2, 2],
-                "out_dims": [4, 32, 15, 14],
-                "convolution_mode": "CONVOLUTION",
-            },
+        Example.of(
+            "loss: 4 32 7 7, filter: 32 1 3 3",
+            pre_padding=[0, 1],
+            post_padding=[1, 0],
+            stride=[2, 2],
+            out_dims=[4, 32, 15, 14],
+            convolution_mode="CONVOLUTION",
         ),
-        Example({"loss": (2, 16, 5, 5), "filter": (16, 16, 3, 3)}, "int8", alone=False),
+        Example.of("loss: 2 16 5 5, filter: 16 16 3 3", "int8", alone=False),
     )
 
     def smallest(self, first: Shape, second: Shape) -> Shape:
@@ -111,7 +103,7 @@ class ConvDgrad(ConvolutionGradient):
         uneven = (50,) if self.pre_padding != self.post_padding else ()
         return Engines(wrong=(*uneven, *((8,) if wide else super().engines(tensors, graph).wrong)))
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         filter = self.cross_correlated(filter)
@@ -181,37 +173,31 @@ class ConvWgrad(ConvolutionGradient):
         "flipped weight",
     )
     examples = (
-        Example(
-            {"image": (8, 32, 28, 28), "loss": (8, 64, 28, 28)},
-            "bfloat16",
-            {"padding": [1, 1], "out_dims": [64, 32, 3, 3]},
-        ),
-        Example(
-            {"image": (4, 32, 28, 15), "loss": (4, 64, 14, 15)},
+        Example.of("image: 8 32 28 28, loss: 8 64 28 28", padding=[1, 1], out_dims=[64, 32, 3, 3]),
+        Example.of(
+            "image: 4 32 28 15, loss: 4 64 14 15",
             "float16",
-            {"padding": [1, 1], "stride": [2, 1], "out_dims": [64, 32, 3, 3]},
+            padding=[1, 1],
+            stride=[2, 1],
+            out_dims=[64, 32, 3, 3],
         ),
-        Example(
-            {"image": (2, 16, 20, 20), "loss": (2, 32, 16, 16)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example({"image": (4, 16, 49), "loss": (4, 24, 24)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"image": (2, 16, 6, 9, 8), "loss": (2, 32, 6, 9, 8)},
+        Example.of("image: 2 16 20 20, loss: 2 32 16 16", "float32", dilation=[2, 2]),
+        Example.of("image: 4 16 49, loss: 4 24 24", stride=[2]),
+        Example.of(
+            "image: 2 16 6 9 8, loss: 2 32 6 9 8",
             "float16",
-            {"padding": [1, 1, 1], "out_dims": [32, 4, 3, 3, 3]},
+            padding=[1, 1, 1],
+            out_dims=[32, 4, 3, 3, 3],
         ),
-        Example(
-            {"image": (4, 32, 15, 14), "loss": (4, 32, 7, 7)},
-            "bfloat16",
-            {
-                "pre_padding": [0, 1],
-                "post_padding": [1, 0],
-                "stride": [2, 2],
-                "out_dims": [32, 1, 3, 3],
-                "convolution_mode": "CONVOLUTION",
-            },
+        Example.of(
+            "image: 4 32 15 14, loss: 4 32 7 7",
+            pre_padding=[0, 1],
+            post_padding=[1, 0],
+            stride=[2, 2],
+            out_dims=[32, 1, 3, 3],
+            convolution_mode="CONVOLUTION",
         ),
-        Example({"image": (2, 16, 7, 7), "loss": (2, 16, 5, 5)}, "int8", alone=False),
+        Example.of("image: 2 16 7 7, loss: 2 16 5 5", "int8", alone=False),
     )
 
     def smallest(self, first: Shape, second: Shape) -> Shape:
@@ -229,7 +215,7 @@ class ConvWgrad(ConvolutionGradient):
         wrong = (*((1, 18, 20) if uneven else ()), *((2,) if any(n % 8 for n in channels) else ()))
         return Engines(wrong=(*wrong, *super().engines(tensors, graph).wrong))
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, image: jax.Array, loss: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]

@@ -6,26 +6,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError
+from ..._core.errors import GraphError, one_of
 from ..._core.graph.dims import Shape, integers
 from ..._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from ..._core.graph.node import CHANNELS_LAST, Anchor, Engines, Fold, Node, Work, frozen, matched
+from ..._core.graph.layout import lies_so, shared
+from ..._core.graph.node import Fold, Node, frozen, matched
+from ..._core.graph.planned import CHANNELS_LAST, Anchor, Engines, Work
 from ..._core.graph.promotion import product_dtype
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
 from ..matmul.nodes import Matmul, turned
 from ..transformations import alike, grown, product_jvp
-from .order import in_mixed_orders
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
 _FEW = 8  # channels that cuDNN's 16-bit kernels read at once
@@ -80,13 +76,6 @@ class Convolution(Node):
                 expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
                 got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
             )
-        mode = getattr(convolution_mode, "name", convolution_mode)
-        if mode not in MODES:
-            raise GraphError(
-                "unknown convolution_mode",
-                expected=" or ".join(map(repr, MODES)),
-                got=repr(convolution_mode),
-            )
         both = () if padding is None else integers("padding", padding)
         sizes: Any = {name: integers(name, x) for name, x in dims.items() if x is not None}
         return cls(
@@ -94,7 +83,7 @@ class Convolution(Node):
             post_padding=integers("post_padding", both if post_padding is None else post_padding),
             stride=integers("stride", stride, 1),
             dilation=integers("dilation", dilation, 1),
-            convolution_mode=mode,
+            convolution_mode=one_of("convolution_mode", convolution_mode, MODES),
             **sizes,
         )
 
@@ -114,7 +103,7 @@ class Convolution(Node):
                 f"({first.dtype} and {second.dtype})",
                 Kind.FACTORS,
             )
-        return in_mixed_orders(tensors, self.roles.result, graph)
+        return _in_mixed_orders(tensors, self.roles.result, graph)
 
     def engines(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Engines:
         # Measured on an H200 with cuDNN 9.19: engine 8, which multiplies float32 without TF32,
@@ -133,7 +122,7 @@ class Convolution(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         # Each of image, weight and result is linear in the other two, by one of the convolutions.
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Convolution)}
         operands = {p: tensors[p] for p in self.ports.input_names}
@@ -278,9 +267,7 @@ class Convolution(Node):
             return weight
         return jnp.flip(weight, tuple(range(2, weight.ndim)))
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         rank = len(next(iter(tensors.values())).get_dim()) - 2
@@ -347,3 +334,35 @@ class ConvolutionGradient(Convolution):
                 "of the forward",
             )
         return {out: (shape, product_dtype(inputs))}
+
+
+def _in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> Reason | None:
+    """Why cuDNN cannot run a convolution of these arrays, or None; names the port ``result`` only
+    if it is the only one in a different order.
+
+    cuDNN reads a filter in another order (HWIO, or OIHW with channels-last images) as if it were
+    in the order of the images (relative errors of 1.1 to 1.4). It writes a float32 result of the
+    epilogue in the order of the convolution's result; cuDNN 9.28 accepts this in 16 bits, but no
+    such plan has been run on a GPU. All measured on an H200 with cuDNN 9.19.
+    """
+    rank = len(tensors[result].shape)
+    rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
+    orders = shared(tensors.values(), (last, rows), last)
+    if not orders:
+        odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
+        port = next((p for p in odd if p != result), odd[0])
+        return Reason(
+            f"{port} has the memory order {list(tensors[port].order or last)}; cuDNN reads arrays "
+            f"that are all channels-last ({list(last)}) or all row-major ({list(rows)})"
+        )
+    for call in graph.calls:
+        for port, name in call.outputs:
+            tensor = graph.tensor(name)
+            image = name in graph.outputs and len(tensor.shape) == rank
+            if image and not shared([tensor], orders, last):
+                return Reason(
+                    f"{port} of {call.name} has the memory order {list(tensor.order or last)}, but "
+                    f"the arrays of the convolution have the order {list(orders[0])}: omit "
+                    "set_stride, or transpose the result after the call"
+                )
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,13 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import arithmetic
-from ..._core.graph.node import CHANNELS_LAST, Algebra, Anchor, Engines, Fold, Node, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node, matched
+from ..._core.graph.planned import CHANNELS_LAST, About, Anchor, Engines, Example
 from ..._core.graph.promotion import product_dtype
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from ..transformations import along
 from .base import SOLVERS, Convolution, Roles
 from .reference import convolved
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 @register
@@ -61,37 +56,22 @@ class ConvFprop(Convolution):
         jax_names=("conv_general_dilated", "conv", "conv_with_general_padding"),
     )
     examples = (
-        Example(
-            {"image": (8, 64, 28, 28), "weight": (64, 64, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"image": (4, 32, 15, 17), "weight": (48, 32, 5, 3)}, "float16", {"stride": [2, 1]}
-        ),
-        Example(
-            {"image": (2, 16, 20, 20), "weight": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
-        ),
-        Example(
-            {"image": (4, 32, 16, 16), "weight": (64, 32, 2, 2)},
-            "bfloat16",
-            {"pre_padding": [0, 1], "post_padding": [1, 0]},
-        ),
-        Example({"image": (4, 16, 50), "weight": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
-        Example(
-            {"image": (2, 16, 6, 9, 8), "weight": (32, 16, 3, 3, 3)},
+        Example.of("image: 8 64 28 28, weight: 64 64 3 3", padding=[1, 1]),
+        Example.of("image: 4 32 15 17, weight: 48 32 5 3", "float16", stride=[2, 1]),
+        Example.of("image: 2 16 20 20, weight: 32 16 3 3", "float32", dilation=[2, 2]),
+        Example.of("image: 4 32 16 16, weight: 64 32 2 2", pre_padding=[0, 1], post_padding=[1, 0]),
+        Example.of("image: 4 16 50, weight: 24 16 3", stride=[2]),
+        Example.of(
+            "image: 2 16 6 9 8, weight: 32 16 3 3 3",
             "float16",
-            {"padding": [1, 1, 1], "convolution_mode": "CONVOLUTION"},
+            padding=[1, 1, 1],
+            convolution_mode="CONVOLUTION",
         ),
-        Example(
-            {"image": (4, 32, 14, 14), "weight": (32, 1, 3, 3)}, "bfloat16", {"padding": [1, 1]}
-        ),
-        Example(
-            {"image": (4, 32, 14, 14), "weight": (48, 8, 3, 3)}, "float32", {"padding": [1, 1]}
-        ),
-        Example({"image": (2, 16, 8, 8), "weight": (16, 16, 3, 3)}, "int8"),
-        Example(
-            {"image": (4, 32, 16, 16), "weight": (64, 32, 3, 3)}, "float8_e4m3fn", out="bfloat16"
-        ),
-        Example({"image": (4, 32, 9, 9), "weight": (32, 1, 3, 3)}, "float8_e4m3fn", alone=False),
+        Example.of("image: 4 32 14 14, weight: 32 1 3 3", padding=[1, 1]),
+        Example.of("image: 4 32 14 14, weight: 48 8 3 3", "float32", padding=[1, 1]),
+        Example.of("image: 2 16 8 8, weight: 16 16 3 3", "int8"),
+        Example.of("image: 4 32 16 16, weight: 64 32 3 3", "float8_e4m3fn", out="bfloat16"),
+        Example.of("image: 4 32 9 9, weight: 32 1 3 3", "float8_e4m3fn", alone=False),
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -116,7 +96,7 @@ class ConvFprop(Convolution):
             knob="KERNEL_CFG" if pointwise and several else "",
         )
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         weight = self.cross_correlated(weight)
@@ -176,8 +156,8 @@ class Genstats(Node):
         "is also returned; in other graphs, two reductions compute the same sums",
     )
     examples = (
-        Example({"input": (8, 64, 28, 28)}, "float16", alone=False),
-        Example({"input": (2, 16, 5, 6)}, "float32", alone=False),
+        Example.of("input: 8 64 28 28", "float16", alone=False),
+        Example.of("input: 2 16 5 6", "float32", alone=False),
     )
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
@@ -202,8 +182,6 @@ class Genstats(Node):
             jnp.sum(input * input, axis=axes, keepdims=True),
         )
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         t, x, shape = tangents["input"], inputs["input"], outputs["SUM"].shape
         return {"SUM": g.reduced(t, shape), "SQ_SUM": g.reduced(g.mul(t, g.add(x, x)), shape)}

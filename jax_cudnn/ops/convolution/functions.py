@@ -17,21 +17,8 @@ from ..._core.graph.dims import integers
 from ..._core.graph.options import Options
 from ..._core.graph.source import user_level
 from ..._core.graph.trace import GraphFunction
-from .. import epilogue
-from ..arguments import (
-    Padding,
-    check_channels,
-    chosen,
-    each,
-    laid_out,
-    numbers,
-    out_dtype,
-    pads,
-    pairs,
-    promoted,
-    transpose,
-    transposed_pads,
-)
+from .. import arguments, epilogue
+from ..arguments import pads
 from ..epilogue import Activation, Terms
 from .patches import as_patches
 
@@ -70,7 +57,7 @@ def conv(
     residual: jax.Array | None = None,
     activation: Activation = None,
     strides: int | Sequence[int] = 1,
-    padding: Padding = "SAME",
+    padding: arguments.Padding = "SAME",
     dilation: int | Sequence[int] = 1,
     groups: int | None = None,
     dimension_numbers: Any = None,
@@ -126,10 +113,10 @@ def conv(
         ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
         (2, 8, 8, 32)
     """
-    x, w = promoted(x, w)
+    x, w = arguments.promoted(x, w)
     unbatched = x.ndim == w.ndim - 1
     if unbatched:
-        dimension_numbers = numbers(x[None], w, dimension_numbers)
+        dimension_numbers = arguments.numbers(x[None], w, dimension_numbers)
         x = jnp.expand_dims(x, dimension_numbers.lhs_spec[0])
     if groups is None:
         groups = groups_of_shapes(x, w, dimension_numbers)
@@ -137,20 +124,20 @@ def conv(
         x, w, strides, padding, dilation, groups, dimension_numbers, unbatched
     )
     terms = _terms(scale, bias, residual, activation, shape, weight, spec, unbatched)
-    out = out_dtype(image, weight, preferred_element_type, terms.given)
+    out = arguments.out_dtype(image, weight, preferred_element_type, terms.given)
     if 0 in image.shape[1:]:
         y = _of_nothing(shape, terms, out)
     else:
-        function = chosen(CONV, options, precision, implementation)
+        function = arguments.chosen(CONV, options, precision, implementation)
         y = function(image, weight, *terms[:3], **windows, activation=terms.activation, out=out)
-    y = transpose(y, np.argsort(spec.out_spec))
+    y = arguments.transpose(y, np.argsort(spec.out_spec))
     return y.squeeze(spec.out_spec[0]) if unbatched else y
 
 
 def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
     """The number of groups of an operation without ``groups``, with a warning if there are
     several."""
-    spec = numbers(x, w, dimension_numbers)
+    spec = arguments.numbers(x, w, dimension_numbers)
     channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
     if channels == of_weights or not (of_weights and channels) or channels % of_weights:
         return 1
@@ -181,21 +168,24 @@ def prepared(
     x: jax.Array,
     w: jax.Array,
     strides: int | Sequence[int],
-    padding: Padding,
+    padding: arguments.Padding,
     dilation: int | Sequence[int],
     groups: int,
     dimension_numbers: Any,
     unbatched: bool = False,
 ) -> Prepared:
     """Checks lax's arguments and converts them, promoted, to the form that graphs take."""
-    spec = numbers(x, w, dimension_numbers)
-    image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
+    spec = arguments.numbers(x, w, dimension_numbers)
+    image, weight = arguments.transpose(x, spec.lhs_spec), arguments.transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
     (groups,) = integers("groups", (groups,), 1, groups)
     batch, channels, *_ = spec.lhs_spec
     where = channels - (unbatched and batch < channels), spec.rhs_spec[1]  # of the user's arrays
-    check_channels(image.shape[1], weight.shape[1], where, groups)
-    stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
+    arguments.check_channels(image.shape[1], weight.shape[1], where, groups)
+    stride, dilate = (
+        arguments.each("strides", strides, rank),
+        arguments.each("dilation", dilation, rank),
+    )
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)
     sizes = (
@@ -217,7 +207,7 @@ def conv_transpose(
     residual: jax.Array | None = None,
     activation: Activation = None,
     strides: int | Sequence[int] = 1,
-    padding: Padding = "SAME",
+    padding: arguments.Padding = "SAME",
     dilation: int | Sequence[int] = 1,
     dimension_numbers: Any = None,
     transpose_kernel: bool = False,
@@ -253,20 +243,23 @@ def conv_transpose(
         >>> jc.ops.conv_transpose(x, w, strides=2).shape
         (2, 16, 16, 32)
     """
-    x, w = promoted(x, w)
+    x, w = arguments.promoted(x, w)
     if dimension_numbers is None:
         letters = "DHW"[3 - (x.ndim - 2) :] if x.ndim in (3, 4, 5) else ""
         dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    spec = numbers(x, w, dimension_numbers)
-    image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
+    spec = arguments.numbers(x, w, dimension_numbers)
+    image, weight = arguments.transpose(x, spec.lhs_spec), arguments.transpose(w, spec.rhs_spec)
     if transpose_kernel:
         weight = jnp.swapaxes(weight, 0, 1)
     rank = image.ndim - 2
-    stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
-    given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
+    stride, dilate = (
+        arguments.each("strides", strides, rank),
+        arguments.each("dilation", dilation, rank),
+    )
+    given = [padding] * rank if isinstance(padding, str) else arguments.pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
-    padded = tuple(transposed_pads(*window) for window in windows)
-    check_channels(image.shape[1], weight.shape[1], (spec.lhs_spec[1], spec.rhs_spec[1]))
+    padded = tuple(arguments.transposed_pads(*window) for window in windows)
+    arguments.check_channels(image.shape[1], weight.shape[1], (spec.lhs_spec[1], spec.rhs_spec[1]))
     sizes = (
         (step * (size - 1) + 1 if size != 0 else 0) + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(
@@ -275,11 +268,11 @@ def conv_transpose(
     )
     shape = (image.shape[0], weight.shape[0], *sizes)
     terms = _terms(scale, bias, residual, activation, shape, weight, spec)
-    out = out_dtype(image, weight, preferred_element_type, terms.given)
+    out = arguments.out_dtype(image, weight, preferred_element_type, terms.given)
     if 0 in (*image.shape[1:], weight.shape[0]):
         y = _of_nothing(shape, terms, out)
     elif set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
-        y = chosen(_UNSTRIDED, options, precision, implementation)(
+        y = arguments.chosen(_UNSTRIDED, options, precision, implementation)(
             image,
             jnp.flip(weight, range(2, weight.ndim)) if transpose_kernel else weight,
             *terms[:3],
@@ -290,7 +283,7 @@ def conv_transpose(
             out=out,
         )
     else:
-        function = chosen(CONV_TRANSPOSE, options, precision, implementation)
+        function = arguments.chosen(CONV_TRANSPOSE, options, precision, implementation)
         flip = not transpose_kernel
         y = dilated(image, weight, padded, stride, dilate, 1, flip, out, function)
         if y is None:
@@ -302,7 +295,7 @@ def conv_transpose(
                 fix="pad the result with jnp.pad, or crop it",
             )
         y = epilogue.apply_outside(y, terms, out)
-    return transpose(y, np.argsort(spec.out_spec))
+    return arguments.transpose(y, np.argsort(spec.out_spec))
 
 
 def _of_nothing(shape: tuple[int, ...], terms: Terms, out: str) -> jax.Array:
@@ -323,7 +316,7 @@ def _terms(
 ) -> Terms:
     """The epilogue of a convolution with a result (N, C, *spatial) of ``shape``."""
     features, rank = weight.shape[0], weight.ndim
-    user_shape = list(laid_out(shape, spec.out_spec))
+    user_shape = list(arguments.laid_out(shape, spec.out_spec))
     if unbatched:
         del user_shape[spec.out_spec[0]]
     terms = Terms.of(
@@ -334,7 +327,7 @@ def _terms(
         return terms
     residual = terms.residual
     residual = jnp.expand_dims(residual, spec.out_spec[0]) if unbatched else residual
-    return terms._replace(residual=transpose(residual, spec.out_spec))
+    return terms._replace(residual=arguments.transpose(residual, spec.out_spec))
 
 
 def dilated(

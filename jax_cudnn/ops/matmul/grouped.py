@@ -5,27 +5,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError, GraphTypeError, shown
+from ..._core.errors import GraphError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import ROW_MAJOR, Anchor, Edge, Fold, Indices, Node, Work, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, sizes
+from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
 from ..transformations import alike, along, product_jvp
 from .nodes import turned
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 MODES = ("NONE", "GATHER", "SCATTER")
 _POSITIONS = ("first_token_offset", "token_index", "token_ks")
@@ -64,11 +59,6 @@ def _experts(offsets: jax.Array, rows: int, experts: int) -> jax.Array:
     return jnp.where(past, -1, group % experts)
 
 
-def _example(dtype: str, attributes: Any = None, **inputs: Shape) -> Example:
-    positions = dict.fromkeys((port for port in inputs if port in _POSITIONS), "int32")
-    return Example(inputs, dtype, attributes or {}, positions)
-
-
 @frozen
 class Grouped(Node):
     """What both products share."""
@@ -79,20 +69,8 @@ class Grouped(Node):
 
     def check(self, inputs: Mapping[str, Tensor], shapes: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises if dtypes are wrong, or shapes, in which None stands for any size."""
-        for port, tensor in inputs.items():
-            allowed = ("int32",) if port in _POSITIONS else self.dtypes[:-1]
-            got = f"{port}: {tensor.dtype}{list(tensor.shape)}"
-            if tensor.dtype not in allowed:
-                raise GraphTypeError(
-                    f"{port!r} has the wrong dtype", expected=", ".join(allowed), got=got
-                )
-            wanted = shapes[port]
-            fits = len(wanted) == len(tensor.shape) and all(
-                size in (None, own) for size, own in zip(wanted, tensor.shape, strict=True)
-            )
-            if not fits:
-                text = ", ".join("any" if size is None else str(size) for size in wanted)
-                raise GraphError(f"{port!r} has the wrong shape", expected=f"({text})", got=got)
+        dtypes = dict.fromkeys(inputs, PRODUCTS) | dict.fromkeys(_POSITIONS, ("int32",))
+        check_ports(inputs, shapes, dtypes)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if len({tensors[port].dtype for port in self.ports.input_names[:2]}) > 1:
@@ -173,16 +151,14 @@ class MoeGroupedMatmul(Grouped):
         jax_names=("ragged_dot", "ragged_dot_general"),
     )
     examples = (
-        _example("bfloat16", token=(1, 64, 32), weight=(4, 32, 48), first_token_offset=(4, 1, 1)),
-        _example(
+        Example.of("token: 1 64 32, weight: 4 32 48, first_token_offset: int32 4 1 1"),
+        Example.of(
+            "token: 1 24 32, weight: 3 32 16, first_token_offset: int32 7 1 1, "
+            "token_index: int32 1 48 1",
             "float16",
-            {"mode": "GATHER"},
-            token=(1, 24, 32),
-            weight=(3, 32, 16),
-            first_token_offset=(7, 1, 1),
-            token_index=(1, 48, 1),
+            mode="GATHER",
         ),
-        _example("float32", token=(1, 24, 16), weight=(1, 16, 8), first_token_offset=(2, 1, 1)),
+        Example.of("token: 1 24 16, weight: 1 16 8, first_token_offset: int32 2 1 1", "float32"),
     )
 
     mode: str = "NONE"
@@ -190,12 +166,7 @@ class MoeGroupedMatmul(Grouped):
 
     @classmethod
     def create(cls, *, mode: Any = "NONE", top_k: int = 1) -> MoeGroupedMatmul:
-        name = getattr(mode, "name", mode)
-        if name not in MODES:
-            raise GraphError(
-                "unknown mode", expected=" or ".join(map(repr, MODES)), got=shown(mode)
-            )
-        return cls(name, *integers("top_k", (top_k,), 1))
+        return cls(one_of("mode", mode, MODES), *integers("top_k", (top_k,), 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
@@ -232,7 +203,7 @@ class MoeGroupedMatmul(Grouped):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         if self.mode != "NONE":
             return NotImplemented
         port, known = self.known(g, cotangents, inputs, tensors)
@@ -241,7 +212,9 @@ class MoeGroupedMatmul(Grouped):
             operands = {"token": known["OUT_0"], "weight": turned(g, known["weight"])}
             (out,) = g.apply(self, **operands, **offsets)
             return {port: out}
-        node = MoeGroupedMatmulBwd(tensors[port].shape, compute_data_type=self.compute_data_type)
+        node = MoeGroupedMatmulBwd(
+            out_dims=tensors[port].shape, compute_data_type=self.compute_data_type
+        )
         (out,) = g.apply(node, doutput=known["OUT_0"], token=known["token"], **offsets)
         return {port: out}
 
@@ -253,9 +226,7 @@ class MoeGroupedMatmul(Grouped):
             2 * math.prod((*tensors["OUT_0"].shape, tensors["weight"].shape[1])), self.method
         )
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         offsets, weight = tensors["first_token_offset"].get_dim(), tensors["weight"].get_dim()
@@ -264,7 +235,7 @@ class MoeGroupedMatmul(Grouped):
         mode = getattr(cudnn.moe_grouped_matmul_mode, self.mode)
         return (pygraph.moe_grouped_matmul(**tensors, mode=mode, top_k=self.top_k, **common),)
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         token: jax.Array,
         weight: jax.Array,
@@ -327,21 +298,15 @@ class MoeGroupedMatmulBwd(Grouped):
     ports = Dims.parse("doutput: one s n, token: one s k, first_token_offset: *f -> dweight: e k n")
     about = About(requires="cuDNN 9.22 for CUDA 13; with CUDA 12 it runs in XLA; planned alone")
     examples = (
-        _example("bfloat16", doutput=(1, 64, 48), token=(1, 64, 32), first_token_offset=(4, 1, 1)),
-        _example(
+        Example.of("doutput: 1 64 48, token: 1 64 32, first_token_offset: int32 4 1 1"),
+        Example.of(
+            "doutput: 1 24 16, token: 1 24 8, first_token_offset: int32 7 1 1",
             "float16",
-            {"out_dims": [3, 8, 16]},
-            doutput=(1, 24, 16),
-            token=(1, 24, 8),
-            first_token_offset=(7, 1, 1),
+            out_dims=[3, 8, 16],
         ),
     )
 
-    out_dims: tuple[int, ...] | None = None
-
-    @classmethod
-    def create(cls, *, out_dims: Any = None) -> MoeGroupedMatmulBwd:
-        return cls(None if out_dims is None else integers("out_dims", out_dims))
+    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
@@ -361,7 +326,7 @@ class MoeGroupedMatmulBwd(Grouped):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         port, known = self.known(g, cotangents, inputs, tensors)
         weight = known["dweight"]
         node = MoeGroupedMatmul(compute_data_type=self.compute_data_type)
@@ -380,7 +345,7 @@ class MoeGroupedMatmulBwd(Grouped):
     def keywords(self) -> dict[str, Any]:
         return {}
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         doutput: jax.Array,
         token: jax.Array,

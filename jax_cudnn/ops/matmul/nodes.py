@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,13 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import ANY, LEAD, MATRICES, Anchor, Edge, Engines, Fold, Node, Work, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import LEAD, Fold, Node, frozen
+from ..._core.graph.planned import ANY, MATRICES, About, Anchor, Edge, Engines, Example, Work
 from ..._core.graph.promotion import computed, product_dtype, product_operands
+from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
 from ..transformations import alike, product_jvp
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Call, GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _ALIGNED = 16  # bytes
 
@@ -82,26 +78,16 @@ class Matmul(Node):
     anchor = Anchor(product=True, prologue=ANY, broadcasts=ANY, order=MATRICES)
     dtypes = PRODUCTS
     examples = (
-        Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
-        Example({"A": (4, 64, 96), "B": (4, 96, 40)}, "float16"),
-        Example({"A": (3, 63, 65), "B": (1, 65, 33)}, "float32"),
-        Example({"A": (1, 64, 32), "B": (4, 32, 48)}, "bfloat16", {"padding": 1.0}),
-        Example({"A": (2, 64, 128), "B": (2, 128, 32)}, "int8"),
-        Example({"A": (2, 3, 64, 128), "B": (2, 3, 128, 32)}, "bfloat16"),
-        Example({"A": (2, 3, 64, 32), "B": (1, 1, 32, 48)}, "float16"),
-        Example({"A": (64, 128), "B": (128, 32)}, "float16"),
-        Example(
-            {"A": (1, 64, 128), "B": (1, 128, 64)},
-            "float8_e4m3fn",
-            dtypes={"B": "float8_e5m2"},
-            out="bfloat16",
-        ),
-        Example(
-            {"A": (1, 64, 128), "B": (1, 128, 64)},
-            "bfloat16",
-            dtypes={"B": "float32"},
-            alone=False,
-        ),
+        Example.of("A: 1 128 256, B: 1 256 512"),
+        Example.of("A: 4 64 96, B: 4 96 40", "float16"),
+        Example.of("A: 3 63 65, B: 1 65 33", "float32"),
+        Example.of("A: 1 64 32, B: 4 32 48", padding=1.0),
+        Example.of("A: 2 64 128, B: 2 128 32", "int8"),
+        Example.of("A: 2 3 64 128, B: 2 3 128 32"),
+        Example.of("A: 2 3 64 32, B: 1 1 32 48", "float16"),
+        Example.of("A: 64 128, B: 128 32", "float16"),
+        Example.of("A: 1 64 128, B: float8_e5m2 1 128 64", "float8_e4m3fn", out="bfloat16"),
+        Example.of("A: 1 64 128, B: float32 1 128 64", alone=False),
     )
 
     padding: float = 0.0
@@ -171,7 +157,7 @@ class Matmul(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         operands = {port: tensors[port] for port in ("A", "B")}
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
@@ -226,13 +212,13 @@ class Matmul(Node):
         others = {port: t for port, t in tensors.items() if t.shape[:-2] not in whole}
         return Edge({port: (*batch, *tensor.shape[-2:]) for port, tensor in others.items()})
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         A, B = product_operands(A, B, accumulator=arithmetic(self.compute_data_type))
         return self._multiplied(A, B, precision)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def xla(
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
         # XLA multiplies float8 as it is.
@@ -268,7 +254,7 @@ class Contraction(Matmul):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         operands = {port: tensors[port] for port in ("A", "B")}
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,12 @@ from ..._core.errors import GraphError
 from ..._core.graph.by_reference import Derivative, Transposed, moving
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, arithmetic, wide_dtype
-from ..._core.graph.node import NUMBERS_ONLY, About, Algebra, Anchor, Node, Work, frozen, matched
+from ..._core.graph.node import Algebra, Node, check_ports, choice, frozen, matched
+from ..._core.graph.planned import NUMBERS_ONLY, About, Anchor, Work
+from ..._core.graph.spec import Call
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
 from .extents import Extent
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import Call, GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 TRAINING, INFERENCE = "TRAINING", "INFERENCE"
 PHASES = (TRAINING, INFERENCE)
@@ -67,13 +64,7 @@ class Normalizing(Node):
             **dict.fromkeys(("epsilon", "momentum"), (1,) * len(shape)),
             **dict.fromkeys(("in_running_mean", "in_running_var"), scale),
         }
-        for port, tensor in inputs.items():
-            if tensor.shape != wanted.get(port, tensor.shape):
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(wanted[port])),
-                    got=f"{list(tensor.shape)}, with input {list(shape)} and scale {list(scale)}",
-                )
+        check_ports(inputs, wanted, beside=("input", "scale"))
         return shape, statistics
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -147,9 +138,7 @@ class Normalization(Normalizing):
         found = {"Y": y, "mean": mean, "inv_var": inv_var}
         return tuple(found[port] for port in self.results)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array, **others: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array, **others: jax.Array) -> tuple[jax.Array, ...] | None:
         axes = self.extent.reduced(input.shape, others["scale"].shape)
         size = math.prod(input.shape[axis] for axis in axes)
         kept = len(self.results) > 1
@@ -160,9 +149,7 @@ class Normalization(Normalizing):
         wide: Any = {port: x.astype(kind) for port, x in arrays.items()}
         return self.reference(**wide, moments=self.extent.at_once)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if "inv_var" not in outputs or not {*tangents} <= {"input", "scale", "bias"}:
             return super().jvp(g, tangents, inputs, outputs)
         shape = inputs["input"].shape
@@ -183,18 +170,7 @@ class Normalization(Normalizing):
 class Phased(Normalization):
     """A normalization that returns its statistics in training only."""
 
-    norm_forward_phase: str = TRAINING
-
-    @classmethod
-    def create(cls, norm_forward_phase: Any = TRAINING) -> Phased:
-        phase = getattr(norm_forward_phase, "name", norm_forward_phase)
-        if phase not in PHASES:
-            raise GraphError(
-                "unknown norm_forward_phase",
-                expected=" or ".join(map(repr, PHASES)),
-                got=repr(norm_forward_phase),
-            )
-        return cls(phase)
+    norm_forward_phase: str = choice(PHASES, default=TRAINING)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -206,9 +182,7 @@ class Phased(Normalization):
             return dataclasses.replace(self, norm_forward_phase=INFERENCE)
         return self
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         import cudnn
 
         phase = getattr(cudnn.norm_forward_phase, self.norm_forward_phase)
@@ -349,7 +323,7 @@ class NormalizationTangent(Derivative):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         y = self.made["Y"]
         linear = {port: name for port, name in self.given.items() if name not in inputs}
         if y not in cotangents or "input" not in linear or not {*inputs} >= {*self.inner}:

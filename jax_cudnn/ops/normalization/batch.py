@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 from jax.core import max_dim
 
-from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, arithmetic
-from ..._core.graph.node import XLA_ONLY, Algebra, Fold, Node
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node, check_ports
+from ..._core.graph.planned import XLA_ONLY, About, Example
 from ..._core.reasons import Kind, Reason
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from .base import BACKWARD_PORTS, Moments, normalized
 from .channels import (
     CHANNELS,
@@ -26,12 +25,6 @@ from .channels import (
     ForwardOfChannels,
 )
 from .extents import Spatial, backward_example
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _MULTIPLE = 8
 
@@ -126,15 +119,11 @@ class Batchnorm(ForwardOfChannels):
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(
-        Example(
-            {
-                "input": IMAGES,
-                **dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), CHANNELS),
-                "epsilon": 1e-5,
-                "momentum": 0.1,
-            },
+        Example.of(
+            "input: 8 64 14 14, scale: float32 1 64 1 1, bias: float32 1 64 1 1, "
+            "in_running_mean: float32 1 64 1 1, in_running_var: float32 1 64 1 1, "
+            "epsilon: 1e-5, momentum: 0.1",
             dtype,
-            dtypes=dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), "float32"),
             positive=("in_running_var",),
         )
         for dtype in ("bfloat16", "float16", "float32")
@@ -143,7 +132,7 @@ class Batchnorm(ForwardOfChannels):
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         return super().support(tensors, graph) or _odd_channels(tensors)
 
-    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reference(
         self,
         input: jax.Array,
         scale: jax.Array,
@@ -168,9 +157,7 @@ class Batchnorm(ForwardOfChannels):
             in_running_var + momentum * (unbiased - in_running_var),
         )
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         count = math.prod(inputs["input"].shape) // max(math.prod(outputs["mean"].shape), 1)
         known = isinstance(count, int)  # no constant of a graph is a symbolic size
         if not known or not {*tangents} <= {
@@ -183,7 +170,7 @@ class Batchnorm(ForwardOfChannels):
             return NotImplemented
         of_y = {p: t for p, t in tangents.items() if p in ("input", "scale", "bias")}
         own = {p: outputs[p] for p in ("Y", "mean", "inv_var")}
-        found = super().jvp(g, of_y, inputs, own) if of_y else {}
+        found = dict(super().jvp(g, of_y, inputs, own)) if of_y else {}
         # The tangent of the variance follows from that of inv_var = (var + epsilon)**-0.5. Dividing
         # three times avoids inv_var**3, which overflows in float16; 1 - momentum avoids
         # cancellation.
@@ -229,12 +216,9 @@ class BatchnormInference(Node):
     dtypes = FLOATS
     about = About(requires="runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200")
     examples = (
-        Example(
-            {
-                "input": IMAGES,
-                **dict.fromkeys(("mean", "inv_variance", "scale", "bias"), CHANNELS),
-            },
-            dtypes=dict.fromkeys(("mean", "inv_variance", "scale", "bias"), "float32"),
+        Example.of(
+            "input: 8 64 14 14, mean: float32 1 64 1 1, inv_variance: float32 1 64 1 1, "
+            "scale: float32 1 64 1 1, bias: float32 1 64 1 1",
             positive=("inv_variance",),
         ),
     )
@@ -242,13 +226,7 @@ class BatchnormInference(Node):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x = inputs["input"]
         wanted = (1, *x.shape[1:2], *(1,) * (len(x.shape) - 2))
-        for port, tensor in inputs.items():
-            if port != "input" and tensor.shape != wanted:
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(wanted)),
-                    got=f"{list(tensor.shape)}, with input {list(x.shape)}",
-                )
+        check_ports(inputs, dict.fromkeys({*inputs} - {"input"}, wanted), beside=("input",))
         return {"Y": (x.shape, x.dtype)}
 
     def reference(

@@ -14,19 +14,10 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from ..arguments import floating, transpose
-from .row_functions import (
-    NormCall,
-    Scalar,
-    Transposed,
-    channels_second,
-    norm,
-    of_rank,
-    parameter,
-    per_channel,
-)
+from . import row_functions
 
-INSTANCE_NORM = GraphFunction(norm, name="instance_norm")
-GROUP_NORM = GraphFunction(norm, name="group_norm")
+INSTANCE_NORM = GraphFunction(row_functions.norm, name="instance_norm")
+GROUP_NORM = GraphFunction(row_functions.norm, name="group_norm")
 _ORDER = "the order of the arguments is group_norm(x, num_groups, scale, bias)"
 
 
@@ -36,7 +27,7 @@ def instance_norm(
     bias: jax.Array | None = None,
     *,
     axis: int = -1,
-    epsilon: Scalar = 1e-5,
+    epsilon: row_functions.Scalar = 1e-5,
     return_statistics: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -62,20 +53,22 @@ def instance_norm(
         (2, 8, 8, 16)
     """
     x = floating("x", x)
-    order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
-    image = Transposed(transpose(x, order), order)
+    order = row_functions.channels_second(x, axis, 3, "(batch, *spatial, channels)")
+    image = row_functions.Transposed(transpose(x, order), order)
     shape = image.x.shape
-    scale, bias = per_channel(shape, scale, bias, x.dtype)
+    scale, bias = row_functions.per_channel(shape, scale, bias, x.dtype)
     # cuDNN supports up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
-    found = NormCall(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
+    found = row_functions.NormCall(
+        INSTANCE_NORM, "instancenorm", epsilon, options, implementation
+    ).of(
         image.x.reshape(*shape[:2], *spatial),
-        of_rank(scale, 2 + len(spatial)),
-        of_rank(bias, 2 + len(spatial)),
+        row_functions.of_rank(scale, 2 + len(spatial)),
+        row_functions.of_rank(bias, 2 + len(spatial)),
     )
     rank = image.x.ndim
     y = image.back(found[0].reshape(shape))
-    statistics = tuple(image.back(of_rank(v, rank, lead=2)) for v in found[1:])
+    statistics = tuple(image.back(row_functions.of_rank(v, rank, lead=2)) for v in found[1:])
     return (y, statistics) if return_statistics else y
 
 
@@ -86,7 +79,7 @@ def group_norm(
     bias: jax.Array | None = None,
     *,
     axis: int = -1,
-    epsilon: Scalar = 1e-5,
+    epsilon: row_functions.Scalar = 1e-5,
     return_statistics: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -120,9 +113,9 @@ def group_norm(
         (2, 8, 8, 16)
     """
     x = floating("x", x)
-    second = channels_second(x, axis, 2, "(batch, ..., channels)")
+    second = row_functions.channels_second(x, axis, 2, "(batch, ..., channels)")
     order = (second[0], *second[2:], second[1])  # channels last
-    moved = Transposed(transpose(x, order), order)
+    moved = row_functions.Transposed(transpose(x, order), order)
     batch, *spatial, channels = moved.x.shape
     try:
         groups = operator.index(num_groups)
@@ -140,7 +133,9 @@ def group_norm(
             got=f"num_groups={groups}",
             fix=_ORDER,
         )
-    scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    scale, bias = (
+        row_functions.parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias))
+    )
     if 1 < groups == channels and spatial:
         y, found = instance_norm(
             moved.x, scale, bias, epsilon=epsilon, return_statistics=True, options=options,
@@ -159,9 +154,9 @@ def group_norm(
         else jnp.broadcast_to(p, moved.x.shape[1:]).reshape(row)
         for p, neutral in ((scale, 1), (bias, 0))
     )
-    y, *found = NormCall(GROUP_NORM, "layernorm", epsilon, options, implementation).of(
-        wide, *within
-    )
+    y, *found = row_functions.NormCall(
+        GROUP_NORM, "layernorm", epsilon, options, implementation
+    ).of(wide, *within)
     statistics = tuple(v.reshape(batch, groups) for v in found)
     if affine_outside:
         y = _scaled_groups(moved.x, *statistics, scale, bias)

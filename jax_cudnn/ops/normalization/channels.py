@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
 from ..._core.graph.dtypes import FP8
-from ..._core.graph.node import BY_REFERENCE, CHANNELS_LAST, Fold
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import BY_REFERENCE, Fold
+from ..._core.graph.planned import CHANNELS_LAST, About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import GraphSpec, Tensor, Tensors
 from .base import ANCHOR, BACKWARD_PORTS, Normalization, NormalizationBackward, Normalizing, Phased
 from .extents import Spatial, backward_example
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec, Tensor
 
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 OF_CHANNELS = ANCHOR._replace(order=CHANNELS_LAST)
@@ -148,17 +145,10 @@ class Instancenorm(ForwardOfChannels, Phased):
     extent = Spatial(batch=False)
     backward = InstancenormBackward
     examples = (
-        Example(
-            {"input": IMAGES, "scale": CHANNELS, "bias": CHANNELS, "epsilon": 1e-5},
-            dtypes={"scale": "float32", "bias": "float32"},
+        Example.of(
+            "input: 8 64 14 14, scale: float32 1 64 1 1, bias: float32 1 64 1 1, epsilon: 1e-5"
         ),
-        Example(
-            {
-                "input": (2, 16, 4, 6, 5),
-                "scale": (1, 16, 1, 1, 1),
-                "bias": (1, 16, 1, 1, 1),
-                "epsilon": 1e-5,
-            },
-            "float32",
+        Example.of(
+            "input: 2 16 4 6 5, scale: 1 16 1 1 1, bias: 1 16 1 1 1, epsilon: 1e-5", "float32"
         ),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
@@ -12,15 +11,10 @@ from ..._core.graph.node import BY_REFERENCE, Fold, Node, frozen
 from ..._core.graph.planned import Example
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensors, Values
 from .base import BACKWARD_PORTS, TRAINING
 from .extents import Rows, backward_example
 from .rows_base import BackwardOfRows, ForwardOfRows, ones
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 
 @register
@@ -79,13 +73,8 @@ class Adalayernorm(ForwardOfRows):
     extent = Rows(first=1)
     backward = AdalayernormBackward
     examples = (
-        Example(
-            {"input": (4, 64, 256), "scale": (4, 1, 256), "bias": (4, 1, 256), "epsilon": 1e-5}
-        ),
-        Example(
-            {"input": (2, 24, 96), "scale": (2, 1, 96), "bias": (2, 1, 96), "epsilon": 1e-5},
-            "float32",
-        ),
+        Example.of("input: 4 64 256, scale: 4 1 256, bias: 4 1 256, epsilon: 1e-5"),
+        Example.of("input: 2 24 96, scale: 2 1 96, bias: 2 1 96, epsilon: 1e-5", "float32"),
     )
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
@@ -167,23 +156,12 @@ class Layernorm(ForwardOfRows):
     backward = LayernormBackward
     in_front = Adalayernorm
     examples = (
-        Example({"input": (64, 256), "scale": (1, 256), "bias": (1, 256), "epsilon": 1e-5}),
-        Example(
-            {"input": (4, 24, 96), "scale": (1, 1, 96), "bias": (1, 1, 96), "epsilon": 1e-5},
-            "float16",
-        ),
-        Example(
-            {
-                "input": (3, 7, 6, 10),
-                "scale": (1, 1, 6, 10),
-                "bias": (1, 1, 6, 10),
-                "epsilon": 1e-5,
-            },
-            "float32",
-        ),
-        Example(
-            {"input": (64, 128), "scale": (1, 128), "bias": (1, 128), "epsilon": 1e-5},
-            attributes={"norm_forward_phase": "INFERENCE"},
+        Example.of("input: 64 256, scale: 1 256, bias: 1 256, epsilon: 1e-5"),
+        Example.of("input: 4 24 96, scale: 1 1 96, bias: 1 1 96, epsilon: 1e-5", "float16"),
+        Example.of("input: 3 7 6 10, scale: 1 1 6 10, bias: 1 1 6 10, epsilon: 1e-5", "float32"),
+        Example.of(
+            "input: 64 128, scale: 1 128, bias: 1 128, epsilon: 1e-5",
+            norm_forward_phase="INFERENCE",
         ),
     )
 
@@ -222,14 +200,13 @@ class RmsnormBackward(BackwardOfRows):
     )
     extent = Rows(centred=False)
     examples = (
-        Example(
-            {"grad": (64, 256), "input": (64, 256), "scale": (1, 256), "inv_variance": (64, 1)},
-            attributes={"has_dbias": False},
-            dtypes={"inv_variance": "float32"},
+        Example.of(
+            "grad: 64 256, input: 64 256, scale: 1 256, inv_variance: float32 64 1",
             positive=("inv_variance",),
+            has_dbias=False,
         ),
-        Example(
-            {"grad": (64, 96), "input": (64, 96), "scale": (1, 96), "inv_variance": (64, 1)},
+        Example.of(
+            "grad: 64 96, input: 64 96, scale: 1 96, inv_variance: 64 1",
             "float32",
             positive=("inv_variance",),
         ),
@@ -288,12 +265,9 @@ class Rmsnorm(ForwardOfRows):
     backward = RmsnormBackward
     about = ForwardOfRows.about._replace(rounding="the mean square in float32")
     examples = (
-        Example({"input": (64, 256), "scale": (1, 256), "epsilon": 1e-5}),
-        Example(
-            {"input": (4, 24, 96), "scale": (1, 1, 96), "bias": (1, 1, 96), "epsilon": 1e-5},
-            "float16",
-        ),
-        Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
+        Example.of("input: 64 256, scale: 1 256, epsilon: 1e-5"),
+        Example.of("input: 4 24 96, scale: 1 1 96, bias: 1 1 96, epsilon: 1e-5", "float16"),
+        Example.of("input: 3 7 6 10, scale: 1 1 1 10, epsilon: 1e-5", "float32"),
     )
 
     def scaled_after(self, like: Tensor, g: Derivation, inputs: Values) -> dict[str, GraphTensor]:

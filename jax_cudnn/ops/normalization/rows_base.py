@@ -6,20 +6,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..._core.graph.layout import layout
-from ..._core.graph.node import ANY, BY_REFERENCE, LEAD, MERGED, About, Engines, Fold, Seen, Work
+from ..._core.graph.node import BY_REFERENCE, LEAD, Fold
+from ..._core.graph.planned import ANY, MERGED, About, Engines, Seen, Work
 from ..._core.graph.spec import Tensor
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensors
 from .base import ANCHOR, NormalizationBackward, Normalizing, Phased
 from .extents import Rows
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors
-    from ..._core.graph.spec import GraphSpec
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _REQUIRES = (
     "the normalized dimensions are the last in memory; epsilon is a Python scalar; the fast "

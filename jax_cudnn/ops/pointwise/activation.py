@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,15 @@ import numpy as np
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
-from ..._core.graph.node import Algebra, Engines, frozen
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, frozen
+from ..._core.graph.planned import About, Engines, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Values
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _SMALL = (2, 8, 6, 6)
 TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
-_UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
+_UNARY = (*usual("input"), Example.of("input: 4 32 15 17", "float16"))
 
 
 def with_attributes(graph: GraphSpec) -> Engines:
@@ -178,7 +172,7 @@ class Relu(Clipped):
     method = "relu"
     ports = Dims.parse("input: ... -> OUT_0: ...")
     about = About(jax_names=("relu", "relu6"))
-    examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
+    examples = (*_UNARY, *small(("input",), *CLIPS), Example.of("input: 64 1", "float32"))
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
@@ -198,9 +192,7 @@ class Relu(Clipped):
             above = jnp.where(input >= high, high, input)
         return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array
-    ) -> tuple[jax.Array, ...] | None:
+    def xla(self, input: jax.Array) -> tuple[jax.Array, ...] | None:
         # The only relu that XLA adds to a product. The maximum is exact in any dtype.
         return (jnp.maximum(input, 0),) if self.is_plain else None
 

@@ -8,7 +8,7 @@ shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,9 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
 from ..._core.graph.node import frozen
 from ..._core.graph.planned import Example
+from ..._core.rules import Derivation, GraphTensor, Values
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
 from .elementwise import IMAGES, ROWS, Pointwise, Slope, elementwise
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Values
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _BACKWARD = (
     Example({"loss": IMAGES, "input": IMAGES}, "bfloat16"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._core.graph.planned import Example
+from ..._core.rules import Derivation, GraphTensor
 from .elementwise import IMAGES, ROWS, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 
@@ -191,7 +188,7 @@ def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
     adds=True,
     examples=(
         Example({"input": IMAGES, "bias": (1, 64, 1, 1)}, "bfloat16"),
-        Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),
+        Example.of("input: 2 128 96, bias: 1 1 96", "float32"),
     ),
     slopes={"input": lambda g, t: t, "bias": lambda g, t: t},
 )
@@ -213,7 +210,7 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
     multiplies=True,
     examples=(
         Example({"input": IMAGES, "scale": (1, 64, 1, 1)}, "bfloat16"),
-        Example({"input": (2, 128, 96), "scale": (1, 1, 96)}, "float32"),
+        Example.of("input: 2 128 96, scale: 1 1 96", "float32"),
     ),
     slopes={
         "input": lambda g, t, scale: t * scale,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,8 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Values
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _POSITIVE = (
     Example({"input": IMAGES}, "bfloat16", positive=("input",)),
@@ -50,9 +45,7 @@ class Identity(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)
 
-    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def xla(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)  # converted once, to the result's dtype
 
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input": ()}

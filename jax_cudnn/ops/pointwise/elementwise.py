@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,16 +18,11 @@ from ..._core.errors import GraphError
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS, FP8, is_floating
-from ..._core.graph.node import Algebra, Fold, Node, Work
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Algebra, Fold, Node
+from ..._core.graph.planned import About, Example, Work
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
 from ..transformations import anywhere
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 Slope = Callable[..., Any] | None
 """A function of ``g``, ``t`` and the operands (or ``OUT_0``) named by its parameters."""
@@ -100,9 +95,7 @@ class Pointwise(Node):
         (out,) = self.ports.output_names
         return all(port in self.reads and not {*ports, out} & {*self.reads[port]} for port in ports)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         (out,) = outputs
         values = {**inputs, **outputs}
         terms = [self.slope(g, port, t, values) for port, t in tangents.items()]
@@ -113,7 +106,7 @@ class Pointwise(Node):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         (cotangent,) = cotangents.values()
         passed = {}
         for port in self.ports.input_names:

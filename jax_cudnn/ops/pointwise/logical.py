@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,13 @@ from ..._core.errors import GraphError, GraphTypeError, shown
 from ..._core.graph.boundary import register_conversions
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
-from ..._core.graph.node import CHANNELS_LAST, LEAD, Fold, frozen, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import LEAD, Fold, frozen, matched
+from ..._core.graph.planned import CHANNELS_LAST, About, Example
 from ..._core.graph.promotion import result_dtype
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
 from ..transformations import anywhere
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _COMPARED = (
     *usual("input", "comparison"),
@@ -166,8 +161,8 @@ class GenIndex(Pointwise):
         jax_names=("iota", "broadcasted_iota", "arange", "indices"),
     )
     examples = (
-        Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
-        Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
+        Example.of("input: 2 8 6 10", axis=1),
+        Example.of("input: 2 8 6 10", "float32", axis=-1),
     )
 
     axis: int
@@ -211,9 +206,7 @@ class GenIndex(Pointwise):
         others = (axis for axis in range(rank) if axis != own)
         return anywhere(tensors, others, lambda axis: GenIndex(own + (axis == LEAD)))
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
         rank = len(tensors["input"].get_dim())
         return (pygraph.gen_index(tensors["input"], axis=self.axis % rank, **common),)
 

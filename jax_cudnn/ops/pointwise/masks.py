@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,13 @@ from ..._core.graph.boundary import BITS
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Edge, Fold, Node, frozen, matched
-from ..._core.graph.planned import About, Example
+from ..._core.graph.node import Fold, Node, frozen, matched
+from ..._core.graph.planned import About, Edge, Example
 from ..._core.reasons import Reason
+from ..._core.rules import Derivation, GraphSpec, Tensor, Tensors, Values
 from .activation import Relu
 from .arithmetic import mul
 from .logical import cmp_gt
-
-if TYPE_CHECKING:
-    from ..._core.graph.node import Tensors, Values
-    from ..._core.graph.spec import GraphSpec, Tensor
-    from ..._core.graph.tensor import GraphTensor
-    from ..._core.transforms.derivation import Derivation
 
 _IMAGES, _MASK = (8, 64, 14, 14), (8, 8, 14, 14)
 
@@ -110,9 +104,7 @@ class ReluMask(_OfMask):
         y = jnp.maximum(input, 0)
         return (y, _packed(y > 0)) if self.has_mask else (y,)
 
-    def jvp(
-        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
-    ) -> dict[str, GraphTensor]:
+    def jvp(self, g: Derivation, tangents: Values, inputs: Values, outputs: Values) -> Values:
         if not self.has_mask:
             return super().jvp(g, tangents, inputs, outputs)
         return {"OUT_0": g.masked(tangents["input"], outputs["MASK"])}
@@ -161,7 +153,7 @@ class Masked(_OfMask):
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
-    ) -> dict[str, GraphTensor]:
+    ) -> Values:
         x = cotangents["OUT_0"]
         if str(x.dtype) not in FLOATS:  # relu_mask has rounded its result to float8
             x = g.rounded(x, "float32")

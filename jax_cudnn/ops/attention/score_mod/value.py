@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,13 @@ import numpy as np
 
 from ...._core.errors import GraphTypeError
 from ...._core.graph.dims import Shape
+from ...._core.graph.node import Node
 from ...._core.graph.reference import applied, rounded
 from ...._core.graph.spec import GraphSpec, intern
 from ...._core.reasons import Reason
+from ...._core.rules import Tensors
 from ...transformations import grown
 from ..reference import OPERANDS
-
-if TYPE_CHECKING:
-    from ...._core.graph.node import Node, Tensors
 
 PORT = OPERANDS
 """The port with the list of operands of score_mod."""
