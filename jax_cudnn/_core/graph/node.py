@@ -160,12 +160,13 @@ def advanced(words: jax.Array, by: Any) -> jax.Array:
 def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
     """The letters of a node's ports matched against its inputs; checks ranks, sizes and dtypes."""
     for port, tensor in inputs.items():
-        if tensor.dtype not in node.dtypes:
+        dtypes = ("int32",) if port in node.indices.positions else node.dtypes
+        if tensor.dtype not in dtypes:
             raise GraphTypeError(
                 f"{node.method} does not take {tensor.dtype} for {port!r}",
-                expected=", ".join(node.dtypes),
+                expected=", ".join(dtypes),
                 got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
-                fix=f"cast it before the call: {port}.astype(jnp.{node.dtypes[0]})",
+                fix=f"cast it before the call: {port}.astype(jnp.{dtypes[0]})",
             )
     return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
 

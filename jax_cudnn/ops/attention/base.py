@@ -274,8 +274,7 @@ class SdpaBase(AttentionBase, HasBias):
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        check_ports(inputs, {}, dict.fromkeys(LENGTHS, ("int32",)))
-        raw = {*LENGTHS, *extras.RAW}
+        raw = extras.RAW
         matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)
