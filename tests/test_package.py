@@ -11,8 +11,8 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.node import Algebra, Anchor, Edge, Node
-from jax_cudnn._core.graph.planned import Planned
+from jax_cudnn._core.graph.node import Algebra, Node
+from jax_cudnn._core.graph.planned import Anchor, Edge, Planned
 
 PACKAGE = Path(jc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))

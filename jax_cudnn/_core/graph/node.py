@@ -175,10 +175,10 @@ def check_ports(
     inputs: Mapping[str, Tensor],
     shapes: Mapping[str, Sequence[int | None]],
     dtypes: Mapping[str, Collection[str]] = MappingProxyType({}),
-    beside: Collection[str] = (),
+    sources: Collection[str] = (),
 ) -> None:
     """GraphTypeError or GraphError if operands at these ports, where they are, have other dtypes or
-    shapes, in which None is any size; ``beside``: the operands from which the shapes follow."""
+    shapes, in which None is any size; ``sources``: the operands from which the shapes follow."""
     for port, tensor in inputs.items():
         dtype, own = tensor.dtype, tensor.shape
         allowed, shape = dtypes.get(port, (dtype,)), shapes.get(port, own)
@@ -192,7 +192,7 @@ def check_ports(
             expected = " or ".join(allowed)
             raise GraphTypeError(f"{port!r} has the wrong dtype", expected=expected, got=got)
         expected = ", ".join("any" if size is None else str(size) for size in shape)
-        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in beside if p in inputs)
+        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in sources if p in inputs)
         got += f", with {others}" if others else ""
         raise GraphError(f"{port!r} has the wrong shape", expected=f"[{expected}]", got=got)
 

@@ -85,7 +85,7 @@ def check_heads(q: int, k: int, v: int) -> None:
 
 def check_shapes(inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
     """GraphError if operands do not have these shapes, or if only one of the lengths is there."""
-    check_ports(inputs, wanted, beside=("q", "k", "qkv"))
+    check_ports(inputs, wanted, sources=("q", "k", "qkv"))
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
             "one of the lengths is missing",
