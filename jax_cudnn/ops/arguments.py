@@ -43,6 +43,16 @@ def floating(name: str, x: Any) -> jax.Array:
     return x
 
 
+def integral(name: str, x: Any, expected: str, fix: str | None = None) -> jax.Array:
+    """An argument as an array of integers; GraphTypeError for other dtypes."""
+    x = array(name, x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    got = f"{x.dtype}{list(x.shape)}"
+    fix = fix or f"cast them: {name}.astype(jnp.int32)"
+    raise GraphTypeError(f"{name} are not integers", expected=expected, got=got, fix=fix)
+
+
 def int32(name: str, x: Any) -> jax.Array:
     """An argument as an array; integers of all dtypes become int32, and saturate there."""
     x = array(name, x)

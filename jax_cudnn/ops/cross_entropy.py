@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.primitive import align_varying
-from .arguments import floating, int32, integer, number, preferred_dtype, promoted
+from .arguments import floating, int32, integer, integral, number, preferred_dtype, promoted
 
 BLOCK = 2**27
 """Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
@@ -102,7 +102,8 @@ def linear_cross_entropy(
     hidden, weight = promoted(hidden, weight, ("hidden", "weight"))
     hidden, weight = floating("hidden", hidden), floating("weight", weight)
     bias = None if bias is None else floating("bias", bias)
-    labels = int32("labels", labels)
+    advice = "pass labels.argmax(-1) for one-hot labels"
+    labels = int32("labels", integral("labels", labels, "one class index for each token", advice))
     _check(hidden, weight, labels, bias)
     _check_options(softcap, label_smoothing, z_loss, reduction)
     if block_size is not None:
@@ -149,13 +150,6 @@ def _block(tokens: Any, vocabulary: Any, most: int | None) -> int | None:
 
 
 def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Array | None) -> None:
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise GraphTypeError(
-            "labels are not integers",
-            expected="one class index for each token",
-            got=f"{labels.dtype}{list(labels.shape)}",
-            fix="pass labels.argmax(-1) for one-hot labels",
-        )
     fits = weight.ndim == 2 and hidden.ndim > 0 and hidden.shape[-1] == weight.shape[0]
     if not fits or labels.shape != hidden.shape[:-1]:
         raise GraphError(

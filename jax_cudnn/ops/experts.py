@@ -12,10 +12,10 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from .._core import compat
-from .._core.errors import GraphError, GraphTypeError, shown
+from .._core.errors import GraphError, shown
 from .._core.primitive import align_varying
-from .arguments import floating, int32, integer
-from .ragged import in_turn, within
+from .arguments import floating, integer
+from .ragged import in_turn, sizes_of, within
 
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -70,7 +70,7 @@ def expert_parallel(
         >>> mapped(jnp.ones((6, 4)), jnp.array([4, 0, 2]), jnp.ones((3, 4, 8))).shape
         (6, 8)
     """
-    rows, sizes = floating("rows", rows), int32("group_sizes", group_sizes)
+    rows, sizes = floating("rows", rows), sizes_of(group_sizes)
     devices = _check(rows, sizes, axis_name)
     count = rows.shape[0] if most_rows is None else integer("most_rows", most_rows, 0)
     most = min(count, rows.shape[0])
@@ -89,13 +89,6 @@ def expert_parallel(
 
 def _check(rows: Any, sizes: Any, axis_name: Any) -> int:
     """How many devices the axis has."""
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise GraphTypeError(
-            "group_sizes are not integers",
-            expected="an array of integers, (E,)",
-            got=f"{sizes.dtype}{list(sizes.shape)}",
-            fix="cast them: group_sizes.astype(jnp.int32)",
-        )
     try:
         devices = lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError) as error:

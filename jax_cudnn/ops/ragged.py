@@ -18,7 +18,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
 from .._core.user_context import TARGET
-from .arguments import flags, floating, int32, preferred_dtype, promoted
+from .arguments import flags, floating, int32, integral, preferred_dtype, promoted
 from .epilogue import Activation, Terms, activation_name, apply_outside
 
 log = logging.getLogger("jax_cudnn")
@@ -99,7 +99,7 @@ def ragged_dot(
         Array([4., 4., 4., 4., 4., 0.], dtype=float32)
     """
     lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
-    sizes = int32("group_sizes", group_sizes)
+    sizes = sizes_of(group_sizes)
     (turned,) = flags(transpose_rhs=transpose_rhs)
     _check(lhs, rhs, sizes, group_offset, turned)
     out = (
@@ -121,6 +121,10 @@ def ragged_dot(
         exact = {"precision": lax.Precision.HIGHEST, "mosaic": False}
         terms["bias"] = _product(ROWS, one, terms["bias"][:, None], sizes, kind, **exact)
     return _finished(y, sizes.sum(), terms, name, out)
+
+
+def sizes_of(group_sizes: Any) -> jax.Array:
+    return int32("group_sizes", integral("group_sizes", group_sizes, "an array of integers, (E,)"))
 
 
 def within(sizes: jax.Array, rows: Any) -> jax.Array:
@@ -174,13 +178,6 @@ def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
             expected=", ".join(FLOATS),
             got=got,
             fix="cast them with .astype",
-        )
-    if sizes.dtype != jnp.int32:
-        raise GraphTypeError(
-            "group_sizes are not integers",
-            expected="an array of integers, (E,)",
-            got=got,
-            fix="cast them: group_sizes.astype(jnp.int32)",
         )
     letters = "(E, N, K)" if turned else "(E, K, N)"
     fits = (lhs.ndim, rhs.ndim, sizes.ndim) == (2, 3, 1)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError, nearest, shown
-from .arguments import array, flags, floating, integer, number
+from .arguments import flags, floating, integer, integral, number
 
 _SCALINGS = {
     "default": ((), ()),
@@ -281,14 +281,7 @@ def _positions(positions: Any, shape: tuple[Any, ...]) -> jax.Array:
     *batch, count, _, _ = shape
     if positions is None:
         return jnp.arange(count)
-    positions = array("positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise GraphTypeError(
-            "positions are not integers",
-            expected="the index of each token in its sequence",
-            got=f"{positions.dtype}{list(positions.shape)}",
-            fix="cast them: positions.astype(jnp.int32)",
-        )
+    positions = integral("positions", positions, "the index of each token in its sequence")
     whole = (*batch, count)
     fits = positions.ndim in (1, len(whole)) and positions.shape[-1] == count
     own = zip(positions.shape[:-1], batch, strict=False)

@@ -79,7 +79,7 @@ MUTATIONS = {
     "softplus_backward of the wrong sign": ("ops/pointwise/activation_backward.py", "return loss * jax.nn.sigmoid(input)", "return loss * jax.nn.sigmoid(-input)"),
     "tan's slope": ("ops/pointwise/elementary.py", "OUT_0 * OUT_0 + 1.0", "OUT_0 * OUT_0 - 1.0"),
     "slices of the wrong strides": ("ops/slicing.py", "[part.step for part", "[1 for part"),
-    "result of a convolution in the wrong order": ("ops/convolution/functions.py", "    y = transpose(y, np.argsort(spec.out_spec))\n    return y.squeeze", "    y = transpose(y, spec.out_spec)\n    return y.squeeze"),
+    "result of a convolution in the wrong order": ("ops/convolution/functions.py", "    y = arguments.transpose(y, np.argsort(spec.out_spec))\n    return y.squeeze", "    y = arguments.transpose(y, spec.out_spec)\n    return y.squeeze"),
     # graphs
     "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest).astype(target)", "return value.astype(target)"),
     "integers are cut, not rounded": ("_core/graph/reference.py", "value = jnp.round(value)", "value = jnp.trunc(value)"),

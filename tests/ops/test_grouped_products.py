@@ -341,14 +341,14 @@ WRONG_CALLS = {
     "'NONE' takes other operands": lambda x: x | {"token_ks": jnp.zeros((1, S, 1), jnp.int32)},
     "wrong number of entries": lambda x: x | {"first_token_offset": offsets_of([0] * 5)},
     "disagree on dimension 'k'": lambda x: x | {"weight": x["weight"][:, 1:]},
-    "'first_token_offset' has the wrong dtype": lambda x: (
+    "does not take float32 for 'first_token_offset'": lambda x: (
         x | {"first_token_offset": jnp.zeros((E, 1, 1))}
     ),
     "'first_token_offset' has the wrong shape": lambda x: (
         x | {"first_token_offset": jnp.zeros((E,), jnp.int32)}
     ),
     "'token' has the wrong shape": lambda x: x | {"token": jnp.ones((2, S, K))},
-    "'weight' has the wrong dtype": lambda x: x | {"weight": jnp.ones((E, K, N), jnp.int32)},
+    "does not take int32 for 'weight'": lambda x: x | {"weight": jnp.ones((E, K, N), jnp.int32)},
 }
 
 

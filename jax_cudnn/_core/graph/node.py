@@ -160,12 +160,13 @@ def advanced(words: jax.Array, by: Any) -> jax.Array:
 def matched(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
     """The letters of a node's ports matched against its inputs; checks ranks, sizes and dtypes."""
     for port, tensor in inputs.items():
-        if tensor.dtype not in node.dtypes:
+        dtypes = ("int32",) if port in node.indices.positions else node.dtypes
+        if tensor.dtype not in dtypes:
             raise GraphTypeError(
                 f"{node.method} does not take {tensor.dtype} for {port!r}",
-                expected=", ".join(node.dtypes),
+                expected=", ".join(dtypes),
                 got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
-                fix=f"cast it before the call: {port}.astype(jnp.{node.dtypes[0]})",
+                fix=f"cast it before the call: {port}.astype(jnp.{dtypes[0]})",
             )
     return node.ports.match({port: tensor.shape for port, tensor in inputs.items()})
 
@@ -174,10 +175,10 @@ def check_ports(
     inputs: Mapping[str, Tensor],
     shapes: Mapping[str, Sequence[int | None]],
     dtypes: Mapping[str, Collection[str]] = MappingProxyType({}),
-    follows: Collection[str] = (),
+    sources: Collection[str] = (),
 ) -> None:
     """GraphTypeError or GraphError if operands at these ports, where they are, have other dtypes or
-    shapes, in which None is any size; ``follows``: the operands that these shapes follow from."""
+    shapes, in which None is any size; ``sources``: the operands from which the shapes follow."""
     for port, tensor in inputs.items():
         dtype, own = tensor.dtype, tensor.shape
         allowed, shape = dtypes.get(port, (dtype,)), shapes.get(port, own)
@@ -191,7 +192,7 @@ def check_ports(
             expected = " or ".join(allowed)
             raise GraphTypeError(f"{port!r} has the wrong dtype", expected=expected, got=got)
         expected = ", ".join("any" if size is None else str(size) for size in shape)
-        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in follows if p in inputs)
+        others = " and ".join(f"{p} {list(inputs[p].shape)}" for p in sources if p in inputs)
         got += f", with {others}" if others else ""
         raise GraphError(f"{port!r} has the wrong shape", expected=f"[{expected}]", got=got)
 

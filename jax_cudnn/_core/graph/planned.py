@@ -260,8 +260,8 @@ class Example(NamedTuple):
 
     @classmethod
     def of(cls, inputs: str, dtype: str = "bfloat16", **more: Any) -> Example:
-        """From text: ``"x: 4 8, mask: int8 4 8, epsilon: 1e-5"`` has two arrays, the second with
-        its own dtype, and a number. ``more``: other fields, and attributes."""
+        """From text: ``"x: 4 8, mask: int8 4 8, epsilon: 1e-5"`` has two arrays, the second in
+        another dtype, and a number. ``more``: other fields, and attributes."""
         given, dtypes = {}, {}
         for port, *words in (part.replace(":", "").split() for part in inputs.split(",")):
             if words[0].isidentifier():

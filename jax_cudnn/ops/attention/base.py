@@ -85,7 +85,7 @@ def check_heads(q: int, k: int, v: int) -> None:
 
 def check_shapes(inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
     """GraphError if operands do not have these shapes, or if only one of the lengths is there."""
-    check_ports(inputs, wanted, follows=("q", "k", "qkv"))
+    check_ports(inputs, wanted, sources=("q", "k", "qkv"))
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
             "one of the lengths is missing",
@@ -274,8 +274,7 @@ class SdpaBase(AttentionBase, HasBias):
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if operands do not fit."""
-        check_ports(inputs, {}, dict.fromkeys(LENGTHS, ("int32",)))
-        raw = {*LENGTHS, *extras.RAW}
+        raw = extras.RAW
         matched(self, {p: x for p, x in inputs.items() if p not in raw and not is_operand(p)})
         self.checked(inputs, {})
         self.check_bias(inputs)

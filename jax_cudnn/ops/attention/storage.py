@@ -18,7 +18,7 @@ from ..._core.errors import GraphError
 from ..._core.graph import by_reference
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FLOATS
-from ..._core.graph.node import Draws, Fold, Indices, Node, check_ports, frozen, matched
+from ..._core.graph.node import Draws, Fold, Indices, Node, frozen, matched
 from ..._core.graph.planned import About, Edge, Engines, View, Work
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, Handles, Tensor, Tensors, Values
@@ -165,10 +165,7 @@ class StoredSdpa(HasBias):
         return self.base.keywords() | own
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        integers = self.indices.positions
-        check_ports(inputs, {}, dict.fromkeys(integers, ("int32",)))
-        raw = {*integers, *extras.RAW}
-        sizes = matched(self, {port: x for port, x in inputs.items() if port not in raw})
+        sizes = matched(self, {port: x for port, x in inputs.items() if port not in extras.RAW})
         self.storage.check(inputs, sizes)
         self.check_bias(inputs)
         extras.check(self.base, inputs, self.scores(inputs))

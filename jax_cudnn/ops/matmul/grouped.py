@@ -14,7 +14,7 @@ from ..._core.errors import GraphError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, sizes
+from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, matched, sizes
 from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -64,13 +64,8 @@ class Grouped(Node):
     """What both products share."""
 
     anchor = Anchor(product=True, order=ROW_MAJOR)
-    dtypes = (*PRODUCTS, "int32")
+    dtypes = PRODUCTS
     indices = Indices(positions=_POSITIONS)
-
-    def check(self, inputs: Mapping[str, Tensor], shapes: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises if dtypes are wrong, or shapes, in which None stands for any size."""
-        dtypes = dict.fromkeys(inputs, PRODUCTS) | dict.fromkeys(_POSITIONS, ("int32",))
-        check_ports(inputs, shapes, dtypes)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if len({tensors[port].dtype for port in self.ports.input_names[:2]}) > 1:
@@ -169,7 +164,7 @@ class MoeGroupedMatmul(Grouped):
         return cls(one_of("mode", mode, MODES), *integers("top_k", (top_k,), 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        sizes: Any = matched(self, inputs)
         needed = _POSITIONS[1 : 1 + MODES.index(self.mode)]
         if {*inputs} & {*_POSITIONS[1:]} != {*needed}:
             raise GraphError(
@@ -182,7 +177,7 @@ class MoeGroupedMatmul(Grouped):
         moves = dict.fromkeys(_POSITIONS[1:], (1, *index, 1))
         token, weight = (1, None, None), (None, None, None)
         offsets = {"first_token_offset": (None, 1, 1)}
-        self.check(inputs, {"token": token, "weight": weight, **offsets, **moves})
+        check_ports(inputs, {"token": token, "weight": weight, **offsets, **moves})
         _ends(inputs["first_token_offset"].shape[0], inputs["weight"].shape[0])
         if self.mode == "SCATTER" and isinstance(rows, int) and rows % self.top_k:
             raise GraphError(
@@ -236,21 +231,15 @@ class MoeGroupedMatmul(Grouped):
         return (pygraph.moe_grouped_matmul(**tensors, mode=mode, top_k=self.top_k, **common),)
 
     def reference(
-        self,
-        token: jax.Array,
-        weight: jax.Array,
-        first_token_offset: jax.Array,
-        token_index: Any = None,
-        token_ks: Any = None,
-        *,
-        precision: Any = None,
+        self, token: Any, weight: Any, *, precision: Any = None, **positions: jax.Array
     ) -> tuple[jax.Array, ...]:
         kind = arithmetic(self.compute_data_type)
         token, weight = product_operands(token, weight, accumulator=kind)
         rows = token[0]
         if self.mode == "GATHER":
-            rows = rows[jnp.clip(token_index[0, :, 0], 0, len(rows) - 1)]
-        expert = _experts(first_token_offset, rows.shape[0], weight.shape[0])
+            index = positions["token_index"][0, :, 0]
+            rows = rows[jnp.clip(index, 0, len(rows) - 1)]
+        expert = _experts(positions["first_token_offset"], rows.shape[0], weight.shape[0])
 
         def add(total: jax.Array, one: Any) -> tuple[jax.Array, None]:
             number, matrix = one
@@ -264,8 +253,8 @@ class MoeGroupedMatmul(Grouped):
         result, _ = jax.lax.scan(add, jnp.zeros_like(zeros), (numbers, weight))
         if self.mode == "SCATTER":
             count = rows.shape[0]
-            index = jnp.clip(token_index[0], 0, count // self.top_k - 1)
-            slot = index * self.top_k + jnp.clip(token_ks[0], 0, self.top_k - 1)
+            index = jnp.clip(positions["token_index"][0], 0, count // self.top_k - 1)
+            slot = index * self.top_k + jnp.clip(positions["token_ks"][0], 0, self.top_k - 1)
             place = jnp.where(expert < 0, count, slot)[:, 0]
             # The row of each slot, as a gather has derivatives that a scatter lacks.
             row = jnp.arange(count, dtype=jnp.int32)
@@ -309,9 +298,9 @@ class MoeGroupedMatmulBwd(Grouped):
     out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        sizes: Any = self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+        sizes: Any = matched(self, inputs)
         row = (1, None, None)
-        self.check(inputs, dict.fromkeys(inputs, row) | {"first_token_offset": (None, 1, 1)})
+        check_ports(inputs, dict.fromkeys(inputs, row) | {"first_token_offset": (None, 1, 1)})
         offsets = inputs["first_token_offset"].shape[0]
         shape = (self.out_dims or (offsets,))[0], sizes["k"], sizes["n"]
         if self.out_dims not in (None, shape):
@@ -346,12 +335,7 @@ class MoeGroupedMatmulBwd(Grouped):
         return {}
 
     def reference(
-        self,
-        doutput: jax.Array,
-        token: jax.Array,
-        first_token_offset: jax.Array,
-        *,
-        precision: Any = None,
+        self, doutput: Any, token: Any, first_token_offset: Any, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         kind = arithmetic(self.compute_data_type)
         y, t = product_operands(doutput[0], token[0], accumulator=kind)

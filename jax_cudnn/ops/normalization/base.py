@@ -64,7 +64,7 @@ class Normalizing(Node):
             **dict.fromkeys(("epsilon", "momentum"), (1,) * len(shape)),
             **dict.fromkeys(("in_running_mean", "in_running_var"), scale),
         }
-        check_ports(inputs, wanted, follows=("input", "scale"))
+        check_ports(inputs, wanted, sources=("input", "scale"))
         return shape, statistics
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:

@@ -226,7 +226,7 @@ class BatchnormInference(Node):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         x = inputs["input"]
         wanted = (1, *x.shape[1:2], *(1,) * (len(x.shape) - 2))
-        check_ports(inputs, dict.fromkeys({*inputs} - {"input"}, wanted), follows=("input",))
+        check_ports(inputs, dict.fromkeys({*inputs} - {"input"}, wanted), sources=("input",))
         return {"Y": (x.shape, x.dtype)}
 
     def reference(
