@@ -44,6 +44,13 @@ def test_python_without_docstrings_imports_it():
     python("import jax_cudnn as jc; jc.ops.matmul", "-OO")
 
 
+def test_names_of_operations_are_the_same_for_tools_and_at_run_time():
+    tree = ast.parse(Path(jc.ops.__file__).read_text())
+    (types,) = [n for n in tree.body if isinstance(n, ast.If)]
+    said = {(n.module, name.asname) for n in types.body for name in n.names}
+    assert said == {(home, name) for name, home in jc.ops._HOME.items()} | {(None, "score_mods")}
+
+
 def test_public_names_alone_are_shown():
     import jax_cudnn.ops.attention
 

@@ -22,7 +22,14 @@ from .graph.boundary import boundary, stored
 from .graph.layout import layout
 from .graph.spec import GraphSpec
 from .package import packaged_library
-from .planning import execution_plan
+from .planning.execution_plan import (
+    CONSTANT,
+    RESULT,
+    SCALAR_STRIDE,
+    SLOT,
+    UNBOUND,
+    ExecutionPlan,
+)
 
 TARGET = "jax_cudnn"
 LIBRARY = "libjax_cudnn.so"
@@ -62,14 +69,14 @@ def register() -> None:
 
 
 def call(
-    plan: execution_plan.ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any
+    plan: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any
 ) -> Sequence[jax.Array]:
     """The outputs of :func:`outputs_and_workspace`."""
     return outputs_and_workspace(plan, spec, name, *operands, **how)[0]
 
 
 def outputs_and_workspace(
-    plan: execution_plan.ExecutionPlan,
+    plan: ExecutionPlan,
     spec: GraphSpec,
     name: str,
     *operands: Any,
@@ -110,7 +117,7 @@ def outputs_and_workspace(
 
 
 def attributes(
-    plan: execution_plan.ExecutionPlan, name: str, begun: Mapping[int, int] = MappingProxyType({})
+    plan: ExecutionPlan, name: str, begun: Mapping[int, int] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The custom call's attributes. ``begun``: words, by results that they fill before each run.
 
@@ -134,18 +141,11 @@ def attributes(
     """
     rows = [(plan.cudnn_version, plan.workspace_bytes, plan.plan_workspace_offset, 0)]
     for uid, kind, place, size in plan.bindings:
-        if (
-            kind == execution_plan.CONSTANT
-            and not 0 <= place <= len(plan.scalars) - execution_plan.SCALAR_STRIDE
-        ):
+        if kind == CONSTANT and not 0 <= place <= len(plan.scalars) - SCALAR_STRIDE:
             raise LibraryError(f"{name}: a constant of the plan is not in its constants")
-        constant = (
-            struct.unpack_from("<2q", plan.scalars, place)
-            if kind == execution_plan.CONSTANT
-            else ()
-        )
+        constant = struct.unpack_from("<2q", plan.scalars, place) if kind == CONSTANT else ()
         rows.append((uid, kind, *(constant or (place, size))))
-    results = [i for i, row in enumerate(plan.bindings) if row[1] == execution_plan.RESULT]
+    results = [i for i, row in enumerate(plan.bindings) if row[1] == RESULT]
     memsets = [
         (word, MEMSET, results[i], plan.bindings[results[i]][3]) for i, word in begun.items()
     ]
@@ -153,7 +153,7 @@ def attributes(
         if unit != 4 and word:
             raise LibraryError(f"{name}: the executor cannot write words of {unit} bytes")
         memsets.append((word, MEMSET, len(rows) - 1, unit * count))
-        rows.append((execution_plan.UNBOUND, execution_plan.SLOT, place, unit * count))
+        rows.append((UNBOUND, SLOT, place, unit * count))
     given = {
         "device_name": plan.device_name,
         "name": name,

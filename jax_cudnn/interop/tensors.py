@@ -17,7 +17,7 @@ from .._core.graph.spec import Call, Tensor
 from .._core.graph.tensor import GraphTensor
 from .arrays import dtype_name, refusal, without_gaps
 
-_HELD: Any = GraphTensor._state  # its slot
+_HELD: Any = GraphTensor._state  # its slot: reading it here adds what is pending to the graph
 
 # Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
 _VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"

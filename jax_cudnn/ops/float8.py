@@ -64,10 +64,10 @@ def float8_matmul(
 
     ``x`` and ``w`` are rounded to float8_e4m3fn and the gradient ``dy`` of the result to
     float8_e5m2, each multiplied by a scale that maps it into range. The products ``x w``,
-    ``dy w^T`` and ``x^T dy`` read these and accumulate in float32. Scales are powers of 2, at most
-    ``max / amax`` with the largest finite value of the float8 dtype and the largest absolute value
-    of the array, so that scaling does not round, and within 2**-63 and 2**63. The residuals of x
-    and w are in float8.
+    ``dy w^T`` and ``x^T dy`` read these and accumulate in float32, on Hopper in fewer bits. Scales
+    are powers of 2, so that scaling does not round, at most ``max / amax`` with the largest finite
+    value of the float8 dtype and the largest absolute value of the array, and within 2**-63 and
+    2**63. The residuals of x and w are in float8.
 
     **Current scaling** (``scaling=None``): amax is that of the array.
 

@@ -13,7 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, Algebra, Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.node import LEAD, Algebra, Fold, Node, choice, frozen, int_tuple, matched
 from .._core.graph.planned import XLA_ONLY, About, Example
 from .._core.rules import Derivation, Tensor, Tensors, Values
 from .._core.transforms.derivation import Vocabulary, register_vocabulary
@@ -62,7 +62,7 @@ class Reshape(Movement):
     )
 
     reshape_mode: str = choice(RESHAPE_MODES, default="VIEW_ONLY")
-    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
+    out_dims: tuple[int, ...] | None = int_tuple(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -110,7 +110,7 @@ class Transpose(Movement):
         Example.of("input: 2 3 4 5", "float32", permutation=[2, 0, 3, 1]),
     )
 
-    permutation: tuple[int, ...] = sizes()
+    permutation: tuple[int, ...] = int_tuple()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
@@ -164,7 +164,7 @@ class BroadcastTo(Movement):
         Example.of("input: 3 1", "float32", out_dims=[3, 5]),
     )
 
-    out_dims: tuple[int, ...] = sizes()
+    out_dims: tuple[int, ...] = int_tuple()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)

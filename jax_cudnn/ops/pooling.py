@@ -13,7 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, arithmetic
-from .._core.graph.node import Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.node import Fold, Node, choice, frozen, int_tuple, matched
 from .._core.graph.planned import XLA_ONLY, About, Example, Work
 from .._core.graph.promotion import result_dtype
 from .._core.rules import Tensor, Tensors
@@ -74,10 +74,10 @@ class Resample(Node):
     )
 
     resample_mode: str = choice(MODES)
-    window: tuple[int, ...] = sizes(1)
-    stride: tuple[int, ...] = sizes(1, default=())
-    pre_padding: tuple[int, ...] = sizes(0, default=())
-    post_padding: tuple[int, ...] = sizes(0, default=())
+    window: tuple[int, ...] = int_tuple(1)
+    stride: tuple[int, ...] = int_tuple(1, default=())
+    pre_padding: tuple[int, ...] = int_tuple(0, default=())
+    post_padding: tuple[int, ...] = int_tuple(0, default=())
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return along(self, "n c", batched, tensors)

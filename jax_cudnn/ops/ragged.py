@@ -124,6 +124,7 @@ def ragged_dot(
 
 
 def sizes_of(group_sizes: Any) -> jax.Array:
+    """Sizes of groups in int32; GraphTypeError if they are not integers."""
     return int32("group_sizes", integral("group_sizes", group_sizes, "an array of integers, (E,)"))
 
 

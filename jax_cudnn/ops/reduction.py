@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS, FP8, arithmetic, is_floating, itemsize
-from .._core.graph.node import Algebra, Fold, Node, choice, frozen, matched, sizes
+from .._core.graph.node import Algebra, Fold, Node, choice, frozen, int_tuple, matched
 from .._core.graph.planned import About, Example, Work
 from .._core.rules import Derivation, Handles, Tensor, Tensors, Values
 from .transformations import anywhere, grown
@@ -120,7 +120,7 @@ class Reduction(Node):
     )
 
     mode: str = choice(MODES, default="ADD")
-    out_dims: tuple[int, ...] | None = sizes(1, default=None, kw_only=True)
+    out_dims: tuple[int, ...] | None = int_tuple(1, default=None, kw_only=True)
 
     @property
     def algebra(self) -> Algebra:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -39,12 +39,12 @@ def choice(known: Collection[str], *, default: Any = dataclasses.MISSING) -> Any
     return dataclasses.field(default=default, metadata={"known": known})
 
 
-def sizes(least: int = 0, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+def int_tuple(least: int = 0, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
     """A field with integers of at least this, in a tuple."""
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"least": least})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, choice, sizes))
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, choice, int_tuple))
 def frozen(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
     double the import time of each node."""

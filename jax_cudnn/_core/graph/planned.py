@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from .node import Node
     from .spec import GraphSpec, Tensor
 
-# Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
 Handles = Mapping[str, Any]
 """pygraph's tensors by port, or keywords of its methods."""
+
+# Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 
 XLA_ONLY, EVEN_IF_STRICT = "XLA only", "XLA, even if strict"

@@ -14,7 +14,7 @@ from ..._core.errors import GraphError, one_of
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape, integers
 from ..._core.graph.dtypes import PRODUCTS, arithmetic
-from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, matched, sizes
+from ..._core.graph.node import Fold, Indices, Node, check_ports, frozen, int_tuple, matched
 from ..._core.graph.planned import ROW_MAJOR, About, Anchor, Edge, Example, Work
 from ..._core.graph.promotion import product_dtype, product_operands
 from ..._core.reasons import Kind, Reason
@@ -295,7 +295,7 @@ class MoeGroupedMatmulBwd(Grouped):
         ),
     )
 
-    out_dims: tuple[int, ...] | None = sizes(default=None, kw_only=True)
+    out_dims: tuple[int, ...] | None = int_tuple(default=None, kw_only=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         sizes: Any = matched(self, inputs)
