@@ -123,15 +123,17 @@ def attention(seconds: float, batch: int, length: int, heads: int, shared: int, 
     shapes = [(batch, length, count, size) for count in (heads, shared, shared, heads)]
     *x, dy = _normal(*shapes)
 
-    def narrow(state: Any, x: Any) -> Any:
-        q, k, v = x
-        return jc.ops.dot_product_attention_fp8(q, k, v, state, is_causal=True)
+    def narrow(state: Any, x: Any, fp8_backward: bool = False) -> Any:
+        how: Any = {"is_causal": True, "fp8_backward": fp8_backward}
+        return jc.ops.dot_product_attention_fp8(*x, state, **how)
 
-    state = jc.ops.DelayedScaling.create(16)
+    state, both = jc.ops.DelayedScaling.create(16), partial(narrow, fp8_backward=True)
     sides: Sides = {
         WIDE: (lambda _, x: jc.ops.dot_product_attention(*x, is_causal=True), None),
         CURRENT: (narrow, None),
         DELAYED: (narrow, state),
+        f"{CURRENT}, backward, too": (both, None),
+        f"{DELAYED}, backward, too": (both, state),
     }
     return _times(sides, x, dy, seconds)
 
@@ -158,7 +160,9 @@ def _times(sides: Sides, x: Any, dy: jax.Array, seconds: float) -> Any:
             y, vjp = jax.vjp(function, variables, x)
             return y, vjp(dy)
 
+        began = time.perf_counter()
         program = jax.jit(run).lower(variables, x, dy).compile()
+        print(f"{side}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
         calls[side] = partial(program, variables, x, dy)
     times = timing.interleaved(calls, (), rounds=15, calls=5, seconds=seconds, order=balanced)
     return {side: {"us": timing.summary(times[side], 1e6)} for side in sides}
@@ -177,8 +181,10 @@ def _trainings(
         optimizer = nnx.Optimizer(first, optax.adamw(rate, weight_decay=0.1), wrt=nnx.Param)
         made[side] = Training(first, optimizer, batch, update=step)
         lowered[side] = made[side].lower()
+    began = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         compiling = {side: pool.submit(each.compile) for side, each in lowered.items()}
+    print(f"steps compiled in {time.perf_counter() - began:.1f} s", flush=True)
     for side, program in compiling.items():
         made[side].program = program.result()
     return made

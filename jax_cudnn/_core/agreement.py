@@ -162,9 +162,10 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
         found = Difference(largest([float(of.relative)]), largest([float(of.worst)]))
         limit, worst, bias = 0.0, 0.0, math.inf
         if floats:
-            few, limit = elements // _FEW, _limit(spec, tensor.dtype)
+            narrow = tensor.dtype if tensor.dtype in FP8 else _narrowest(spec)
+            few, limit = elements // _FEW, _limit(spec, narrow)
             worst = 4 * limit
-            if tensor.dtype in FP8:  # a wrong scale is larger than the mean of many roundings
+            if narrow:  # a wrong scale is larger than the mean of many roundings
                 worst = min(worst, _MOST_OF_FP8)
                 bias = limit / 8 + _ROUNDINGS * found.relative / math.sqrt(elements)
             right = found.relative <= limit and found.worst <= worst and float(of.bias) <= bias
@@ -199,12 +200,19 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
     return ""
 
 
-def _limit(spec: GraphSpec, dtype: str) -> float:
-    """The tolerance of a result of a graph."""
+def _narrowest(spec: GraphSpec) -> str:
+    """The coarsest 8-bit float to which a graph rounds on its way; empty for none."""
+    made = (spec.tensor(name).dtype for call in spec.calls for _, name in call.outputs)
+    return max({*made} & {*FP8}, key=_eps, default="")
+
+
+def _limit(spec: GraphSpec, narrow: str) -> float:
+    """The tolerance of a result of a graph; ``narrow`` is an 8-bit float to which it is rounded, or
+    empty."""
     least = least_eps(spec)
     halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in FP8)
     coarsest = 2 * max(least, *map(_eps, halves), 0.0)
-    return max(coarsest, _eps(dtype)) if dtype in FP8 else coarsest
+    return max(coarsest, _eps(narrow)) if narrow else coarsest
 
 
 def least_eps(spec: GraphSpec) -> float:

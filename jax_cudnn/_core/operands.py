@@ -16,13 +16,14 @@ _STEP = 100_003  # places in the tile between the beginnings of two operands
 
 
 def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
-    """Random operands; floats are normal, or, if ``plain``, positive multiples of 1/4, which have
-    roots and logarithms, and are equal in places. Indices into other operands are valid: full
-    lengths, offsets at equal distances, pages in their order."""
+    """Random operands; floats are normal, or, if ``plain`` or of one element, as scales are,
+    positive multiples of 1/4, which have roots and logarithms, and are equal in places. Indices
+    into other operands are valid: full lengths, offsets at equal distances, pages in their order.
+    """
     generator = np.random.default_rng(0)
     normal = generator.standard_normal(_TILE, np.float32)
     if plain:
-        normal = np.abs(np.round(4 * normal)) / 4 + 0.25
+        normal = _positive(normal)
     values = {
         t.name: _random(t, generator, np.roll(normal, -_STEP * i))  # no two are the same numbers
         for i, t in enumerate(spec.input_tensors)
@@ -56,8 +57,14 @@ def operands(spec: GraphSpec, plain: bool = False) -> list[np.ndarray]:
     return [values[t.name].astype(jnp.dtype(t.dtype), copy=False) for t in spec.input_tensors]
 
 
+def _positive(normal: np.ndarray) -> np.ndarray:
+    return np.abs(np.round(4 * normal)) / 4 + 0.25
+
+
 def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
     if is_floating(tensor.dtype):
+        if math.prod(tensor.shape) == 1:  # cuDNN's attention assumes that scales are positive
+            normal = _positive(normal)
         return np.resize(normal.astype(jnp.dtype(tensor.dtype)), tensor.shape)
     if tensor.dtype == E8M0:
         return np.resize(2.0 ** np.clip(np.round(normal), -2, 2), tensor.shape)

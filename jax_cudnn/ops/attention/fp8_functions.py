@@ -41,9 +41,10 @@ class _Kind(NamedTuple):
     band: Band
     options: Options | None
     implementation: str | None
+    fp8_backward: bool
 
     def run(self, function: GraphFunction, *arrays: Any, **static: Any) -> Any:
-        graph = chosen(function, self.options, None, self.implementation)
+        graph = chosen(function, self.options, "default", self.implementation)  # no float32
         return graph(*arrays, **attributes(self.scale, self.band, ""), **static)
 
 
@@ -96,9 +97,22 @@ def _backward(g, operands, stats, factors, lengths, **attributes):
     return (*map(_placed, results[:3]), *results[3:])
 
 
+def _wide_backward(g, operands, stats, lengths, *, left_bound, right_bound, **attributes):
+    results = g.sdpa_backward(
+        *map(_placed, operands),
+        stats,
+        **_padding(lengths),
+        diagonal_band_left_bound=left_bound,
+        diagonal_band_right_bound=right_bound,
+        **attributes,
+    )
+    return tuple(map(_placed, results))
+
+
 CURRENT = GraphFunction(_current, name="dot_product_attention_fp8")
 FORWARD = GraphFunction(_forward, name="dot_product_attention_fp8")
 BACKWARD = GraphFunction(_backward, name="dot_product_attention_fp8 (backward)")
+WIDE_BACKWARD = GraphFunction(_wide_backward, name="dot_product_attention_fp8 (backward)")
 
 
 def dot_product_attention_fp8(
@@ -113,6 +127,7 @@ def dot_product_attention_fp8(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     bottom_right: bool = False,
+    fp8_backward: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
@@ -124,20 +139,24 @@ def dot_product_attention_fp8(
 
     **Current scaling** (``scaling=None``): the program computes scales from the arrays: from the
     largest absolute values of query, key and value, from 1 for the weights, and from the largest
-    absolute value of value for the result (a weighted mean of values). In the backward pass the
-    gradient of the result is scaled by its largest absolute value and rounded to float8_e5m2; the
-    scales of derived quantities come from bounds that hold for any input. These are generous: from
-    32k queries per key head on, small elements of the key and value gradients underflow in
-    float8_e5m2.
+    absolute value of value for the result (a weighted mean of values).
 
     **Delayed scaling** (a :class:`DelayedScaling`): scales come from earlier steps. This saves the
-    passes over query, key and value before the call, and the gradients' scales are tight. The
-    gradient with respect to ``scaling`` is the state of the next step. Values out of range
-    saturate. Reverse mode only.
+    passes over query, key and value before the call. The gradient with respect to ``scaling`` is
+    the state of the next step. Values out of range saturate.
+
+    **Gradients** are by default those of attention in 16 bits (float32 operands: bfloat16), with
+    the result and the sums of weights of the fp8 forward pass: on Hopper cuDNN's fp8 backward pass
+    takes longer than that. ``fp8_backward=True`` takes it all the same, and keeps the operands in
+    fp8 until then. Its gradient of the result is rounded to float8_e5m2. With current scaling it is
+    scaled by its largest absolute value, and the scales of derived quantities come from bounds that
+    hold for any input. These are generous: from 32k queries per key head on, small elements of the
+    key and value gradients underflow in float8_e5m2. Forward mode needs current scaling and
+    ``fp8_backward=True``.
 
     Args:
         query: (B, T, N, H) or (T, N, H) in bfloat16, float16 or float32. cuDNN requires H to be a
-            multiple of 16, and 128 for the backward pass on SM 90.
+            multiple of 16, and 128 for the fp8 backward pass on SM 90.
         key: (B, S, K, H) or (S, K, H), of query's dtype.
         value: (B, S, K, E) or (S, K, E), of query's dtype.
         scaling: the state of delayed scaling, or None.
@@ -145,13 +164,14 @@ def dot_product_attention_fp8(
         bottom_right: align the last query with the last key; needs SM 100 or newer.
         is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as in
             :func:`dot_product_attention`.
-        implementation, options: likewise.
+        fp8_backward: whether gradients are of fp8 products, too.
+        implementation, options: as in :func:`dot_product_attention`.
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype. NaN and infinite inputs do not affect the
-    scales, and give NaN in the rows that depend on them. Gradients run in cuDNN's fp8 backward
-    pass. Compared with float32, random inputs give results with a relative error (in the norm) of
-    about 6 % and gradients with about 10 %, and more over thousands of keys, where gradients are
-    small sums of large terms (21 % at 8192, causal). Under ``vmap`` each element has its own
+    scales, and give NaN in the rows that depend on them. Compared with float32, random inputs give
+    results with a relative error (in the norm) of about 6 %, and gradients with 2 to 6 %. With
+    ``fp8_backward`` these have about 10 %, and more over thousands of keys, where they are small
+    sums of large terms (21 % at 8192, causal). Under ``vmap`` each element has its own
     scales, so the calls run sequentially (put a batch in B), except for results without gradients
     under one shared state of delayed scaling.
 
@@ -169,20 +189,23 @@ def dot_product_attention_fp8(
         (2, 128, 8, 128)
     """
     check_scaling(scaling, "attention")
-    is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
+    is_causal, bottom_right, fp8_backward = flags(
+        is_causal=is_causal, bottom_right=bottom_right, fp8_backward=fp8_backward
+    )
     (query, key, value), had_batch = arguments.batched(query=query, key=key, value=value)
     arguments.check_operands(query, key, value)
     band = arguments.band_of(is_causal, local_window_size, bottom_right)
-    kind = _Kind(arguments.scalar_scale(query, scale), band, options, implementation)
+    factor = arguments.scalar_scale(query, scale)
+    kind = _Kind(factor, band, options, implementation, fp8_backward)
     lengths = arguments.lengths_of(
         arguments.scores_of(query, key), query_seq_lengths, key_value_seq_lengths
     )
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     out: Any
-    if scaling is None:
-        out = kind.run(CURRENT, operands, _current_scales(*operands), lengths)
+    if scaling is None and fp8_backward:
+        out = kind.run(CURRENT, operands, _current_factors(operands), lengths)
     else:
-        out = _delayed(kind, operands, lengths, scaling)
+        out = _attention(kind, operands, lengths, scaling)
     out = jnp.swapaxes(out, 1, 2)
     if lengths:  # cuDNN 9.19 writes some rows after the last query on an H200
         out = jnp.where(jnp.arange(out.shape[1]).reshape(1, -1, 1, 1) < lengths[0], out, 0)
@@ -193,14 +216,24 @@ def _factor(x: jax.Array) -> jax.Array:
     return x.reshape(_ONE)
 
 
-def _current_scales(*operands: jax.Array) -> dict[str, jax.Array]:
-    """The factors of q, k and v, and of the result, which uses those of v."""
+def _scales(
+    operands: tuple[jax.Array, ...], scaling: DelayedScaling | None
+) -> dict[str, jax.Array]:
+    """The scales of q, k, v and of the result, which has v's if they are of these arrays."""
+    if scaling is not None:
+        return scaling.scales()
     found = {}
     for port, x in zip("qkv", operands, strict=True):
         numbers = jnp.where(jnp.isfinite(x), x, 0)  # other elements do not affect the scale
-        scale = _factor(scale_of(jax.lax.stop_gradient(amax_of(numbers)), E4M3))
-        found |= {f"scale_{port}": scale, f"descale_{port}": 1 / scale}
-    return {**found, **_of_weights(), "scale_o": found["scale_v"], "descale_o": found["descale_v"]}
+        found[port] = scale_of(jax.lax.stop_gradient(amax_of(numbers)), E4M3)
+    return {**found, "o": found["v"]}
+
+
+def _current_factors(operands: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """The factors of q, k, v, the weights and the result."""
+    scales = {port: _factor(scale) for port, scale in _scales(operands, None).items()}
+    found = {f"scale_{port}": scale for port, scale in scales.items()}
+    return {**found, **{f"descale_{p}": 1 / x for p, x in scales.items()}, **_of_weights()}
 
 
 def _of_weights() -> dict[str, jax.Array]:
@@ -213,46 +246,56 @@ def _quantized(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     return rounded(quantizable(x) * scale, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _delayed(
-    kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling
-) -> jax.Array:
-    narrow, factors = _narrow(operands, scaling)
-    (out,) = kind.run(FORWARD, narrow, factors, lengths, keep=False)
-    return _wide(out, scaling, operands[0].dtype)
-
-
 def _narrow(
-    operands: tuple[jax.Array, ...], scaling: DelayedScaling
+    operands: tuple[jax.Array, ...], scales: dict[str, jax.Array]
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """The operands in fp8, and the factors of the forward pass."""
-    scales = scaling.scales()
     narrow = [_quantized(x, scales[p], E4M3) for p, x in zip("qkv", operands, strict=True)]
     factors = {f"descale_{port}": _factor(1 / scales[port]) for port in "qkv"}
     return narrow, {**factors, **_of_weights(), "scale_o": _factor(scales["o"])}
 
 
-def _wide(out: jax.Array, scaling: DelayedScaling, dtype: Any) -> jax.Array:
-    return (out.astype(jnp.float32) / scaling.scales()["o"]).astype(dtype)
+def _wide(out: jax.Array, scales: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    return (out.astype(jnp.float32) / scales["o"]).astype(dtype)
 
 
-def _delayed_forward(
-    kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling | None
+) -> jax.Array:
+    scales = _scales(operands, scaling)
+    narrow, factors = _narrow(operands, scales)
+    (out,) = kind.run(FORWARD, narrow, factors, lengths, keep=False)
+    return _wide(out, scales, operands[0].dtype)
+
+
+def _with_residuals(
+    kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling | None
 ) -> tuple[jax.Array, Any]:
-    narrow, factors = _narrow(operands, scaling)
-    out, stats, amax = kind.run(FORWARD, narrow, factors, lengths, keep=True)
-    largest = {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)} | {"o": amax}
+    scales = _scales(operands, scaling)
+    narrow, factors = _narrow(operands, scales)
+    narrow_out, stats, amax = kind.run(FORWARD, narrow, factors, lengths, keep=True)
+    out = _wide(narrow_out, scales, operands[0].dtype)
+    largest = {} if scaling is None else {"o": amax}
+    if scaling is not None:
+        largest |= {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)}
+    kept = [*narrow, narrow_out] if kind.fp8_backward else [*operands, out]
     like = jnp.zeros(0, operands[0].dtype)  # carries the dtype of the operands
-    kept = [*narrow, out], stats, lengths, scaling, largest, like
-    return _wide(out, scaling, operands[0].dtype), kept
+    return out, (kept, stats, lengths, scaling, largest, like)
 
 
-def _delayed_backward(kind: _Kind, kept: Any, grad: jax.Array) -> Any:
-    narrow, stats, lengths, scaling, largest, like = kept
+def _gradients(kind: _Kind, residuals: Any, grad: jax.Array) -> Any:
+    kept, stats, lengths, scaling, largest, like = residuals
+    if not kind.fp8_backward:
+        dtype = like.dtype if like.dtype.itemsize == 2 else jnp.bfloat16
+        wide = [x.astype(dtype) for x in (*kept, grad)]
+        found = kind.run(WIDE_BACKWARD, wide, stats, lengths)
+        state = None if scaling is None else scaling.updated(largest)
+        return tuple(x.astype(like.dtype) for x in found), None, state
     scales = scaling.scales()
     factors = {f"descale_{n}": _factor(1 / scales[n]) for n in ("q", "k", "v", "o", "dO", "dP")}
     factors |= {f"scale_{n}": _factor(scales[n]) for n in (*_GRADIENTS, "dP")} | _of_weights()
-    operands = [*narrow, _quantized(grad, scales["dO"], scaling.grad_dtype)]
+    operands = [*kept, _quantized(grad, scales["dO"], scaling.grad_dtype)]
     *found, dQ, dK, dV, dP = kind.run(BACKWARD, operands, stats, factors, lengths)
     gradients = tuple(
         (x.astype(jnp.float32) / scales[name]).astype(like.dtype)
@@ -262,4 +305,4 @@ def _delayed_backward(kind: _Kind, kept: Any, grad: jax.Array) -> Any:
     return gradients, None, scaling.updated(amax)
 
 
-_delayed.defvjp(_delayed_forward, _delayed_backward)
+_attention.defvjp(_with_residuals, _gradients)

@@ -448,6 +448,21 @@ def test_each_result_has_the_tolerance_of_its_dtype():
     assert large
 
 
+def test_float8_on_the_way_to_a_result_explains_its_roundings():
+    def graph(g, x, y):
+        return g.mul(g.mul(x, y).set_data_type("float8_e5m2"), 0.5).set_data_type("bfloat16")
+
+    def ways(want):
+        (y,) = want
+        rare = jax.random.uniform(jax.random.key(0), y.shape) < 0.05
+        return [[jnp.where(rare, y * 1.25, y)], [y * 1.1]]
+
+    right, (rounded, scaled) = compared(jc.graph(graph).trace(HALF, HALF)[1].spec, ways)
+    assert not right
+    assert not rounded
+    assert scaled
+
+
 def test_an_engine_that_writes_into_operands_is_seen(fake, monkeypatch, caplog):
     judged = trials.Bench._judged
 
@@ -719,6 +734,8 @@ def test_operands_are_valid_for_their_ports(case, plain):
     spec = case.function.trace(*case.avals)[1].spec
     drawn = trials.operands(spec, plain)
     assert all(np.isfinite(np.asarray(x, "float32")).all() for x in drawn)
+    scales = [x for x in drawn if x.size == 1 and jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(x.item() > 0 for x in scales)
     for x, kept, tensor in zip(
         drawn, boundary(spec).clipped(drawn), spec.input_tensors, strict=True
     ):

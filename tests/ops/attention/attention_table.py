@@ -1,5 +1,7 @@
 """Cases of each attention function, planned without a GPU and run on one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ from attention_checks import CAUSAL, KEY, LAST, S, ours
 
 import jax_cudnn as jc
 
-fp8, paged = jc.ops.dot_product_attention_fp8, jc.ops.paged_dot_product_attention
+fp8_forward, paged = jc.ops.dot_product_attention_fp8, jc.ops.paged_dot_product_attention
+fp8 = functools.partial(fp8_forward, fp8_backward=True)
 softcap, prefix, documents = (
     getattr(jc.ops.score_mods, name) for name in ("softcap", "prefix", "documents")
 )
@@ -150,6 +153,8 @@ TABLE = {
     "pages, packed queries": in_pages(ragged=True, sink=True, bias=(4, 8, 96, 320)),
     "pages of two sizes": in_pages(per=10, page=32, values=64, **CAUSAL),
     "fp8": dense(attend=fp8, n=8, k=2, h=128, **CAUSAL),
+    "fp8 forward": dense(attend=fp8_forward, n=8, k=2, h=128, **CAUSAL),
+    "fp8 forward, lengths": dense(attend=fp8_forward, t=100, s=384, lengths=([99, 9], [251, 381])),
     "fp8, lengths": dense(attend=fp8, t=128, s=384, h=128, lengths=([125, 9], [251, 381])),
     "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),
     "fp8, values of another size": dense(attend=fp8, h=192, e=128, **CAUSAL),

@@ -82,7 +82,7 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
     elif not without:
         assert 2.5 <= bwd / fwd <= 2.6
         function, avals, count = TABLE[name]
-        if count == len(avals):
+        if count == len(avals) and "fp8 forward" not in name:
             tangent = graphs_of(lambda *x: jax.jvp(function, x, x)[1], *avals)[-1]
             assert cost.cost(tangent).flops >= fwd
     for plan in both:
