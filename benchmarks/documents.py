@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError
 
-from . import ROOT, many_gpus
+from . import ROOT, cross_entropy, float8, many_gpus, quantized, ragged
 from .attention.tables import render as render_attention
 from .auto.tables import render as render_auto
 from .before_after import render as render_one_gpu
@@ -43,6 +43,10 @@ SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
 """Between which marks of the page the table of which result stands."""
 
 _HELD = {"bench": "host"}
+_LANGUAGE_MODELS = {
+    module.__name__.rpartition(".")[2]: module.render
+    for module in (ragged, cross_entropy, quantized, float8)
+}
 
 
 def committed(name: str) -> Path:
@@ -78,6 +82,9 @@ def printed(path: Path) -> str:
             return render_auto(held)
         if "starts" in held:
             return render_tuning(held)
+        for name, rendered in _LANGUAGE_MODELS.items():
+            if path.stem.startswith(name):
+                return rendered(held)
         shown = [rendered(held) for mark, _, rendered in SHOWN if _HELD.get(mark, mark) in held]
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error
@@ -96,6 +103,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     """The pages with the marks and the tables between them."""
     for mark, name, rendered in SHOWN:
         yield PAGE, mark, rendered(read(committed(name)))
+    for name, rendered in _LANGUAGE_MODELS.items():
+        yield PAGE, name, rendered(read(committed(f"{name}_h200")))
     yield ROOT / "docs" / "testing.md", "tested", render_tested(RESULTS)
     for file in autos()[-1:]:
         yield PAGE, "auto", render_auto(read(file))

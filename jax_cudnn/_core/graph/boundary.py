@@ -77,7 +77,9 @@ class Boundary:
             call.node.boundary(at) if type(call.node).boundary is not Planned.boundary else _NONE
             for call, at in spec.at_ports
         )
-        self.indexes = any(call.node.indices.positions for call in spec.calls)
+        self.indexes = any(
+            port in call.node.indices.positions for call in spec.calls for port, _ in call.inputs
+        )
 
     @cached_property
     def planned(self) -> GraphSpec:
@@ -110,7 +112,7 @@ class Boundary:
     def clipped(self, operands: Sequence[Any]) -> list[Any]:
         """The operands, with integers clipped to what they index (``Edge.clipped``). An operand at
         several ports is clipped to the bounds of all. Integers that the graph computes stay as they
-        are."""
+        are: no plan holds such a graph (``planning/limits.py``)."""
         spec = self._spec
         values = dict(zip(spec.inputs, operands, strict=True))
         for call, edge in zip(spec.calls, self.edges, strict=True):
@@ -120,8 +122,9 @@ class Boundary:
             if not given or len(given) < len(names):
                 continue
             found: dict[str, Any] = {}
-            for port, x in edge.clipped(given).items():
-                name = names[port]
+            bounded = edge.clipped(given)
+            for port in given:  # each of them must come back
+                name, x = names[port], bounded[port]
                 found[name] = jnp.minimum(found[name], x) if name in found else x
             values |= found
         return [values[name] for name in spec.inputs]

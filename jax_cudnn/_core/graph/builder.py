@@ -328,6 +328,8 @@ def check_contract(cls: type[Node]) -> None:
     stripped = sys.flags.optimize > 1  # python -OO removes docstrings
     check(stripped or (own and not own.startswith(generated)), "docstring is missing")
     check(cls.examples, "at least one example is needed")
+    clips = cls.boundary is not Node.boundary
+    check(clips or not cls.indices.positions, "boundary must clip the integers of indices")
     for example in cls.examples:
         required = {port.name for port in cls.ports.inputs if not port.optional}
         fits = required <= {*example.inputs} <= {*cls.ports.input_names}

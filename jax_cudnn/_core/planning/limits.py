@@ -77,6 +77,9 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
     first, *others = map(str, sorted(ranks | least - {0}))
     if others:
         yield "ranks", f"tensors of ranks {', '.join([first, *others])} in one plan"
+    elif len(least) > 1:
+        which = ", ".join(f"{call.name} {call.node.anchor.order}" for call in spec.anchors)
+        yield "order", f"operations of different memory orders in one plan: {which}"
     else:
         named = next(c.name for c in spec.calls if not c.node.ports.is_elementwise)
         yield "ranks", f"tensors of rank {first}, but {named} takes at least three dimensions"
@@ -174,7 +177,13 @@ def _structure(spec: GraphSpec) -> _Found:
 
 def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
     """Two independent matmuls, as in the gradient of one, give wrong matrices (relative error 1.7).
-    cuDNN 9.28 accepts some chains, which nobody has verified."""
+    cuDNN 9.28 accepts some chains, which nobody has verified. Integers that index operands are
+    clipped before the plan, so it must not compute them."""
+    made = {name: call.name for call in spec.calls for _, name in call.outputs}
+    for call in spec.anchors:
+        for port, name in call.inputs:
+            if port in call.node.indices.positions and name in made:
+                yield made[name], f"it computes {port} of {call.name}, which is clipped before"
     for i in members(sets.anchors):
         related = sets.before(1 << i) | sets.after(1 << i) | 1 << i
         for other in members(sets.anchors & ~related):

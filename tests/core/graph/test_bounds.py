@@ -12,8 +12,10 @@ from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core import execution
-from jax_cudnn._core.graph.boundary import boundary
-from jax_cudnn._core.graph.node import registry
+from jax_cudnn._core.graph.boundary import Boundary, boundary
+from jax_cudnn._core.graph.builder import check_contract
+from jax_cudnn._core.graph.node import Node, registry
+from jax_cudnn._core.planning.limits import known_reasons
 from jax_cudnn.ops.attention.storage import StoredSdpa
 
 S = jax.ShapeDtypeStruct
@@ -52,6 +54,19 @@ def test_no_plan_computes_integers_that_index():
     assert [node for node in own if node.anchor.prologue or not node.anchor] == []
 
 
+@pytest.mark.parametrize("two", [False, True], ids=["one anchor", "two"])
+def test_computed_lengths_are_computed_before_the_plan(two):
+    @jc.graph
+    def summed(g, q, k, v, n, scale):
+        if two:
+            q = g.rmsnorm(q, scale, epsilon=1e-5)[0].set_data_type("bfloat16")
+        return g.sdpa(q, k, v, seq_len_q=g.add(n, n), seq_len_kv=n)[0]
+
+    x, n = S((3, 4, 16, 64), "bfloat16"), S((3, 1, 1, 1), "int32")
+    spec = summed.trace(x, x, x, n, S((1, 1, 1, 64), "float32"))[1].spec
+    assert "add.0" in known_reasons(spec)
+
+
 @jc.graph
 def graph(g, q, k, v, n):
     return g.sdpa(q, k, v, seq_len_q=n, seq_len_kv=n)[0]
@@ -74,6 +89,32 @@ def float8(g, q, k, v, n, one):
 @jc.graph
 def experts(g, token, weight, offsets):
     return g.moe_grouped_matmul(token, weight.set_stride([32 * 64, 1, 32]), offsets)
+
+
+@pytest.mark.deviceless
+def test_attention_without_lengths_goes_into_cuda_graphs():
+    """Where there is a GPU."""
+    attention = jc.graph(lambda g, q, k, v: g.sdpa(q, k, v, generate_stats=False))
+    avals = GRAPHS["graph"][1]
+    for function, given, words in (
+        (attention, avals[:3], "executes on an NVIDIA GPU"),
+        (graph, avals, "clipped to their bounds"),
+    ):
+        made = jc.plan(function, *given, gpus=["H200"])["H200"]
+        with pytest.raises(jc.JaxCudnnError, match=words):
+            made.populate_cuda_graph(1, [], [])
+
+
+def test_a_node_whose_bounds_are_lost_is_refused():
+    spec = graph.trace(*GRAPHS["graph"][1])[1].spec
+    (edge,) = boundary(spec).edges
+    lost = Boundary(spec)
+    lost.edges = (edge._replace(clipped=lambda given: {}),)
+    with pytest.raises(KeyError):
+        lost.clipped([0] * len(spec.inputs))
+    own = {"__doc__": "Attention.", "method": "other", "boundary": Node.boundary}
+    with pytest.raises(TypeError, match="boundary must clip"):
+        check_contract(type("Other", (type(spec.calls[0].node),), own))
 
 
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
