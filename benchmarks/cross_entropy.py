@@ -1,4 +1,5 @@
-"""The loss of a language model and its gradients: optax on the logits, and linear_cross_entropy.
+"""The loss of a language model and its gradients: optax on the logits, linear_cross_entropy, and
+Tokamax's, where it is installed.
 
 python -m benchmarks.cross_entropy --into benchmarks/results/cross_entropy_h200.json
 """
@@ -16,12 +17,12 @@ import optax
 import jax_cudnn as jc
 from jax_cudnn.commands import timing
 
-from .measure import balanced, by_sizes, short
+from .measure import balanced, by_sizes, optional, short
 from .tables import table, where
 
 SIZES = {"32768 x 768 x 50304": (32768, 768, 50304), "8192 x 4096 x 128256": (8192, 4096, 128256)}
 TINY = {"256 x 16 x 512": (256, 16, 512)}
-PLAIN, OURS = "optax", "`linear_cross_entropy`"
+PLAIN, OURS, TOKAMAX = "optax", "`linear_cross_entropy`", 'Tokamax, `"chunked_xla"`'
 
 
 def plain(hidden: Any, weight: Any, labels: Any, wide: bool) -> Any:
@@ -33,6 +34,11 @@ def plain(hidden: Any, weight: Any, labels: Any, wide: bool) -> Any:
 def ours(hidden: Any, weight: Any, labels: Any, wide: bool, reduction: Any = "mean") -> Any:
     options = {"reduction": reduction, "preferred_element_type": "float32" if wide else None}
     return jc.ops.linear_cross_entropy(hidden, weight, labels, **options).mean()
+
+
+def tokamax(hidden: Any, weight: Any, labels: Any) -> Any:
+    loss = optional("tokamax").linear_softmax_cross_entropy_loss
+    return loss(hidden, labels, weight, reduction="mean", implementation="chunked_xla")
 
 
 SIDES: dict[str, Callable[..., Any]] = {
@@ -52,9 +58,10 @@ def measure(tokens: int, features: int, vocabulary: int, seconds: float) -> dict
     hidden = jax.random.normal(keys[0], (tokens, features), "bfloat16")
     weight = jax.random.normal(keys[1], (features, vocabulary), "bfloat16") * features**-0.5
     operands = hidden, weight, jax.random.randint(keys[2], (tokens,), 0, vocabulary)
+    sides = SIDES | ({TOKAMAX: tokamax} if optional("tokamax") is not None else {})
     programs = {
         side: jax.jit(jax.value_and_grad(f, (0, 1))).lower(*operands).compile()
-        for side, f in SIDES.items()
+        for side, f in sides.items()
     }
     times = timing.interleaved(
         programs, operands, rounds=15, calls=3, seconds=seconds, order=balanced

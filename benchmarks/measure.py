@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
@@ -116,6 +117,14 @@ def by_sizes(
         result["cases"][name] = measure(*case, 0.1 if options.tiny else seconds)
         print(name, json.dumps(result["cases"][name]), flush=True)
     options.into.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def optional(module: str) -> Any:
+    """A module of another library; None where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 def told(error: Exception) -> str:

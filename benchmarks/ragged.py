@@ -1,5 +1,5 @@
-"""Grouped products of experts and their gradients: `lax.ragged_dot`, `jc.ops.ragged_dot`, and one
-plain product a group, with sizes that the program knows.
+"""Grouped products of experts and their gradients: `lax.ragged_dot`, `jc.ops.ragged_dot`, one plain
+product a group, with sizes that the program knows, and Tokamax's and torch's, where installed.
 
     python -m benchmarks.ragged --into benchmarks/results/ragged_h200.json
 """
@@ -7,6 +7,7 @@ plain product a group, with sizes that the program knows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ import numpy as np
 import jax_cudnn as jc
 from jax_cudnn.commands import timing
 
-from .measure import balanced, by_sizes
+from . import torch_graphs
+from .case import BACKWARD, FORWARD
+from .measure import balanced, by_sizes, optional
 from .tables import table, where
 
 SIZES = {
@@ -25,6 +28,8 @@ SIZES = {
 }
 TINY = {"2 experts, 256 x 64 x 128": (2, 256, 64, 128)}
 PLAIN, OURS, STATIC = "`lax.ragged_dot`", "`jc.ops.ragged_dot`", "one product a group"
+TOKAMAX, TORCH = "Tokamax", "torch `_grouped_mm`"
+SIDES = (PLAIN, OURS, STATIC, TOKAMAX, TORCH)
 
 
 def static(sizes: Any) -> Callable[..., Any]:
@@ -54,6 +59,22 @@ def programs(product: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {"forward": forward, "gradient of lhs": of_lhs, "gradient of rhs": of_rhs}
 
 
+def of_torch(lhs: Any, rhs: Any, cotangent: Any, sizes: Any) -> dict[str, Callable[..., Any]]:
+    """Its programs, by the names of those of :func:`programs`."""
+    torch = optional("torch")
+    if torch is None:
+        return {}
+
+    def product(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return torch._grouped_mm(lhs, rhs, offs=sizes.cumsum(0, dtype=torch.int32))
+
+    sets = [({"lhs": lhs, "rhs": rhs, "sizes": sizes}, cotangent)]
+    made = {"forward": torch_graphs.program(product, FORWARD, [], sets)}
+    for name in ("lhs", "rhs"):
+        made[f"gradient of {name}"] = torch_graphs.program(product, BACKWARD, [name], sets)
+    return made
+
+
 def measure(experts: int, rows: int, k: int, n: int, seconds: float) -> dict[str, Any]:
     """The microseconds of each program and side, in bfloat16, with groups of unequal sizes."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -67,12 +88,19 @@ def measure(experts: int, rows: int, k: int, n: int, seconds: float) -> dict[str
         OURS: jc.ops.ragged_dot,
         STATIC: static(sizes),
     }
+    if (tokamax := optional("tokamax")) is not None:
+        sides[TOKAMAX] = tokamax.ragged_dot
     made = {side: programs(product) for side, product in sides.items()}
+    torch = of_torch(*operands)
     found: dict[str, Any] = {}
     for name in made[OURS]:
-        compiled = {side: jax.jit(f[name]).lower(*operands).compile() for side, f in made.items()}
+        compiled: dict[str, Callable[..., Any]] = {}
+        for side, each in made.items():
+            program = jax.jit(each[name]).lower(*operands).compile()
+            compiled[side] = partial(program, *operands)
+        compiled |= {TORCH: torch[name]} if torch else {}
         times = timing.interleaved(
-            compiled, operands, rounds=9, calls=3, seconds=seconds, order=balanced, warm=1
+            compiled, (), rounds=9, calls=3, seconds=seconds, order=balanced, warm=1
         )
         found[name] = {side: timing.summary(times[side], 1e6) for side in compiled}
     return found
@@ -81,11 +109,12 @@ def measure(experts: int, rows: int, k: int, n: int, seconds: float) -> dict[str
 def render(result: dict[str, Any]) -> str:
     """A row for each program, with the median of each side."""
     rows = [
-        [sizes, name, *(f"{sides[side]['median']:.0f}" for side in (PLAIN, OURS, STATIC))]
+        [sizes, name, *(f"{of[side]['median']:.0f}" for side in SIDES if side in of)]
         for sizes, found in result["cases"].items()
-        for name, sides in found.items()
+        for name, of in found.items()
     ]
-    head = ["", "", *(f"{side}, us" for side in (PLAIN, OURS, STATIC))]
+    (measured, *_) = result["cases"].values()
+    head = ["", "", *(f"{side}, us" for side in SIDES if side in measured["forward"])]
     return f"{where(result)}.\n\n{table(head, rows)}"
 
 
