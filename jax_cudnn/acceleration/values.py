@@ -105,6 +105,7 @@ class Value:
                 return
             deepest = max(deepest, value.depth)
         plain = not (equation.inner or equation.eqn.effects or len(equation.outs) != 1)
+        plain &= not jnp.issubdtype(self.dtype, jax.dtypes.extended)  # NumPy has no random keys
         given = equation.params.values()
         if plain and not any(hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in given):
             self.depth = deepest + 1 if deepest < _DEEPEST else None
@@ -271,13 +272,22 @@ def run_together(items: Sequence[Equation | Call], env: dict[Value, Any]) -> Non
     """Computes what equations that follow each other do, under their names and settings."""
     given: dict[Any, Any] = {}
     made: dict[Any, Value] = {}
+    names: dict[Value, Any] = {}
+    eqns = []
     for item in items:
-        for variable, value in zip(item.eqn.invars, item.ins, strict=True):
-            if not hasattr(variable, "val") and variable not in made:
+        reads = [*item.eqn.invars]
+        for i, (variable, value) in enumerate(zip(reads, item.ins, strict=True)):
+            if hasattr(variable, "val") or variable in made:
+                continue
+            if value in names:  # which a call between has returned as it is
+                reads[i] = names[value]
+            else:
                 given[variable] = read(env, value)
+        eqns.append(item.eqn.replace(invars=reads))
         pairs = zip(item.eqn.outvars, item.outs, strict=True)
-        made |= {v: value for v, value in pairs if type(v).__name__ != "DropVar"}
-    eqns = [item.eqn for item in items]
+        own = {v: value for v, value in pairs if type(v).__name__ != "DropVar"}
+        made |= own
+        names |= {value: v for v, value in own.items()}
     piece = items[0].jaxpr.replace(constvars=[], invars=[*given], outvars=[*made], eqns=eqns)
     env.update(zip(made.values(), jax.core.eval_jaxpr(piece, (), *given.values()), strict=True))
 

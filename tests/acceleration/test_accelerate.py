@@ -380,6 +380,49 @@ def test_a_report_counts_what_is_alone_and_sees_lines_through_jit():
     assert str(report).endswith("alone, as XLA runs them: 1 product")
 
 
+same = jax.jit(lambda x, *others: x)
+PASSED_THROUGH = {
+    "between equations": lambda x: jnp.tanh(same(jnp.tanh(x))),
+    "at the end": lambda x: same(jnp.tanh(x)),
+    "with others": lambda x: sum(jax.jit(lambda x: (x, 2 * x))(jnp.tanh(x))),
+    "after a product": lambda x: jnp.tanh(same(x @ x.T) + 1.0),
+    "key": lambda x: jax.nn.gelu(same(x @ x.T, jax.random.key(0))),
+    "twice": lambda x: jnp.sin(same(same(jnp.tanh(x)), jnp.cos(x))),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_THROUGH)
+def test_a_call_may_return_its_operand(name):
+    fn = PASSED_THROUGH[name]
+    (x,) = arrays((16, 16))
+    with jc.target("H200"):
+        fast = jc.accelerate(fn)
+        np.testing.assert_allclose(fast(x), fn(x), rtol=1e-5)
+        of = lambda f: jax.grad(lambda x: f(x).sum())(x)  # noqa: E731
+        np.testing.assert_allclose(of(fast), of(fn), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("shape", [(0, 16, 2, 64), (2, 0, 2, 64), (2, 16, 0, 64)])
+def test_attention_of_nothing(shape):
+    x = jnp.zeros(shape)
+    with jc.target("H200"):
+        assert jc.accelerate(attend)(x, x, x).shape == shape
+
+
+@pytest.mark.deviceless
+def test_attention_is_found_next_to_a_mask_of_a_constant_key(caplog):
+    def dropped(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k)
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, scores.shape[2:])
+        weights = jax.nn.softmax(jnp.where(kept, scores, -1e9))
+        return attend(jnp.einsum("bhts,bshd->bthd", weights, v), k, v)
+
+    x = half(SHAPE)[0]
+    assert graphs(jc.accelerate(dropped), x, x, x) == ["dot_product_attention"] * 2
+    assert not caplog.records
+
+
 @pytest.mark.deviceless
 def test_support_traces_for_each_gpu_and_errors_name_the_users_function():
     x = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
