@@ -5,6 +5,7 @@ import fnmatch
 import graphlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,15 @@ def test_nothing_in_the_core_imports_upwards():
     core = [name for name in NAMES if name.startswith("jax_cudnn._core.")]
     pairs = [(m, other) for m in core for other in module_imports(m) if other in core]
     assert [(m, other) for m, other in pairs if floor(m) < floor(other)] == []
+
+
+def test_few_modules_import_by_a_computed_name():
+    """Which no other test sees: a public name on first use, nodes, what a store or a worker names,
+    a user's module, and cuDNN's frontend where it must not be needed."""
+    found = [p for p in MODULES if re.search("import_module|__import__|run_module", p.read_text())]
+    lazy = "ops/__init__ _core/lazy _core/graph/node _core/graph/record commands/functions "
+    lazy += "commands/facts _core/planning/deviceless/worker"
+    assert {*found} == {PACKAGE / f"{name}.py" for name in lazy.split()}
 
 
 def test_no_module_imports_itself_through_others():

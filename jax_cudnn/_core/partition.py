@@ -120,13 +120,13 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
     tried = WAYS.value
     ways = [(graph._key, way) for graph, way in tried]
-    tells = (spec._key, name, turns, where, ways, current().tuning, values)
-    said = repr((*tells, fingerprint(), jax.__version__))
+    parts = (spec._key, name, turns, where, ways, current().tuning, values)
+    text = repr((*parts, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])
-        said += secrets.token_hex()
-    key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
+        text += secrets.token_hex()
+    key = f"{titled} {hashlib.sha256(text.encode()).hexdigest()}".encode()
     module = mesh_compat.module_platforms(ctx)
     if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
         ffi.register()
@@ -171,7 +171,7 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
     pairs = zip(avals, spec.input_tensors, strict=True)
     given = tuple(padded(a.sharding.spec, t) for a, t in pairs)
     found = work(spec, given, (), (*mesh.shape.items(),))
-    _tell(spec, name, given, found, mesh.shape, True, observer.get())
+    _report(spec, name, given, found, mesh.shape, True, observer.get())
     specs = tuple(map(spec_of, found.operands))
     arrays = tuple(
         jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, own))
@@ -237,7 +237,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     given = _operands(site, shardings)
     found = site.work(given, _decoded(site, wanted, spec.output_tensors))
-    _tell(spec, site.name, given, found, site.axes.shape, site.sums, site.seen)
+    _report(spec, site.name, given, found, site.axes.shape, site.sums, site.seen)
     if found not in site.made:
         avals = []
         for t, own, turn in zip(spec.input_tensors, found.operands, site.turns, strict=True):
@@ -254,7 +254,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     return site.made[found], _encoded(site, map(_of_array, found.operands, site.turns)), results
 
 
-def _tell(
+def _report(
     spec: GraphSpec,
     name: str,
     given: Any,
@@ -263,7 +263,7 @@ def _tell(
     sums: bool,
     seen: Seen | None,
 ) -> None:
-    """Says what each device computes, and warns of large operands that are gathered."""
+    """Reports what each device computes, and warns of large operands that are gathered."""
     all_of_them = gathered(spec, given, found, sizes, sums)
     how = Note("; ".join((described(spec, found), *map(str, all_of_them))))
     how.gathered = all_of_them
@@ -275,11 +275,8 @@ def _tell(
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
-        _warn(
-            "\n  ".join(
-                (f"{name}: on a mesh,", *map(str, large), f"what to do: {GATHERED}", *where)
-            )
-        )
+        lines = f"{name}: on a mesh,", *map(str, large), f"what to do: {GATHERED}", *where
+        _warn("\n  ".join(lines))
 
 
 @functools.lru_cache(maxsize=1024)

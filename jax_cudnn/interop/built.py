@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
-from .._core.graph.options import Options, Surroundings, replaced
+from .._core.graph.options import Options, TraceContext, replaced
 from .._core.graph.spec import GraphSpec
 from .._core.planning.build import Candidate
 from .._core.plans.plan import Plan
@@ -98,7 +98,7 @@ class Built:
     @property
     def spec(self) -> GraphSpec:
         """The graph as a value; prints as text."""
-        return self._complete.spec(Surroundings.now())
+        return self._complete.spec(TraceContext.now())
 
     def to_json(self) -> str:
         """The graph's context, nodes and tensors as JSON, with the frontend's keys. Non-finite

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._core.graph.dtypes import is_floating
 from .._core.graph.layout import layout, lies_so
-from .._core.graph.options import Options, Surroundings
+from .._core.graph.options import Options, TraceContext
 from .._core.graph.spec import GraphSpec, intern
 from .._core.plans.plan import Plan
 from .._core.plans.support import Support
@@ -125,10 +125,12 @@ class Function:
     def __getstate__(self) -> dict[str, Any]:
         return {name: held for name, held in vars(self).items() if name != "spec"}
 
-    def _spec(self, around: Surroundings, constants: tuple[tuple[str, str], ...] = ()) -> GraphSpec:
+    def _spec(
+        self, context: TraceContext, constants: tuple[tuple[str, str], ...] = ()
+    ) -> GraphSpec:
         """In the form of a graph function's: the inputs come first, and no memory order is stated
         that a tensor has by default. Equal graphs then share plans."""
-        spec, literals = self.recorder.finish(self.outputs, self.options, around), dict(constants)
+        spec, literals = self.recorder.finish(self.outputs, self.options, context), dict(constants)
         inputs = tuple(t.name for t in self.in_order if t.name not in literals)
         places = {name: place for place, name in enumerate(inputs)}
         tensors = sorted(spec.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
@@ -159,7 +161,7 @@ class Function:
             first = self.inputs[0]
             values = {**values, first.name: jnp.asarray(constants.pop(first.name), first.dtype)}
         literals = tuple((name, value.hex()) for name, value in constants.items())
-        spec = self.spec(Surroundings.now(), literals)
+        spec = self.spec(TraceContext.now(), literals)
         for tensor in self.inputs:
             if tensor.is_long:
                 short = as_int32(values[tensor.name], self._title(tensor.name))

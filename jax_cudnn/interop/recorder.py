@@ -22,7 +22,7 @@ from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS, is_floating
 from .._core.graph.layout import layout, packed_strides
 from .._core.graph.node import Node, registry
-from .._core.graph.options import Options, Surroundings
+from .._core.graph.options import Options, TraceContext
 from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
@@ -363,7 +363,7 @@ class Recorder(GraphBuilder):
         changes.
         """
         with self._again(tensor.name for tensor in outputs):
-            spec = self.finish(outputs, self._options, Surroundings.now())
+            spec = self.finish(outputs, self._options, TraceContext.now())
             check_given(spec)
         self.spec = spec
         return spec
@@ -372,9 +372,9 @@ class Recorder(GraphBuilder):
         self,
         outputs: Sequence[GraphTensor],
         options: Options | None = None,
-        around: Surroundings | None = None,
+        context: TraceContext | None = None,
     ) -> GraphSpec:
-        spec = super().finish(outputs, options, around)
+        spec = super().finish(outputs, options, context)
         offsets = {name: t.offset for name, t in self.handles.items() if t.offset is not None}
         check_offsets([(self.handles[name], self.handles[of]) for name, of in offsets.items()])
         return packed(spec, offsets, self._tensors, self._inputs) if offsets else spec

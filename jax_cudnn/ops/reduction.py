@@ -124,7 +124,8 @@ class Reduction(Node):
 
     @property
     def algebra(self) -> Algebra:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Algebra(sums=self.mode == "ADD")
+        of_shape = lambda node, shape: dataclasses.replace(node, out_dims=shape)  # noqa: E731
+        return Algebra(sums=self.mode == "ADD", merged=of_shape)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CHANGELOG.md")]
-NAMES = {"apart", "asked", "attending", "heart", "hearts", "leftover", "settled", "told", "wire"}
+NAMES = {"apart", "asked", "attending", "distrusted", "heart", "hearts", "later", "leftover"}
+NAMES |= {"settled", "surroundings", "told", "variety", "wire"}
 """Words that no name has."""
 _RATHER = r"(?!longer|more|less|fewer|slower|faster|larger|smaller|better|worse|later|other)"
 PHRASES = [

@@ -17,9 +17,9 @@ import numpy as np
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
 from .arguments import ports_of, signature
 from .dims import Dims, Shape, integers
-from .dtypes import beside_integers, float32_range, int32_range, wide_dtype
+from .dtypes import float32_range, int32_range, promotes_to_integer, wide_dtype
 from .node import REGISTRY, Node, registry
-from .options import DEFAULTS, NOWHERE, Options, Surroundings
+from .options import DEFAULTS, NO_CONTEXT, Options, TraceContext
 from .promotion import compute_type, computed, inferred, intermediate_dtypes
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
@@ -32,9 +32,9 @@ class GraphBuilder:
     Every method also takes ``name=`` and ``compute_data_type=``.
     """
 
-    def __init__(self, options: Options = DEFAULTS, around: Surroundings = NOWHERE) -> None:
+    def __init__(self, options: Options = DEFAULTS, context: TraceContext = NO_CONTEXT) -> None:
         registry()
-        self._options, self._around = options, around
+        self._options, self._context = options, context
         self._tensors: dict[str, Tensor] = {}
         self._calls: list[Call] = []
         self._counts: Counter[str] = Counter()
@@ -67,14 +67,14 @@ class GraphBuilder:
         self,
         outputs: Sequence[GraphTensor],
         options: Options | None = None,
-        around: Surroundings | None = None,
+        context: TraceContext | None = None,
     ) -> GraphSpec:
         """The spec that computes ``outputs``; operations and inputs they don't need are left out.
 
         The dtype an intermediate was given by inference is that of an output; inside the graph
         floats have the options' intermediate type (float32), but for what enters a product
         (:func:`intermediate_dtypes`), integers and booleans their own.
-        ``options`` and ``around`` replace those of the builder: a graph may be finished several
+        ``options`` and ``context`` replace those of the builder: a graph may be finished several
         times.
         """
         names = tuple(dict.fromkeys(tensor._state.name for tensor in outputs))
@@ -91,8 +91,8 @@ class GraphBuilder:
         )
         inputs = tuple(name for name in self._inputs if name in needed)
         spec = GraphSpec(tensors, tuple(calls), inputs, names)
-        given, around = options or self._options, around or self._around
-        options = given.resolved(around, spec.has_float32_product)
+        given, context = options or self._options, context or self._context
+        options = given.resolved(context, spec.has_float32_product)
         if options.deterministic:
             calls = [replace(call, node=call.node.deterministic() or call.node) for call in calls]
         return intern(replace(spec, calls=tuple(calls), options=options))
@@ -178,7 +178,7 @@ class GraphBuilder:
                 value._state = self._tensors[own.name] = replace(own, shape=(1,) * rank)
             return value._state
         if isinstance(value, numbers.Real):
-            integral = beside_integers(str(x.dtype) for x in others if hasattr(x, "dtype"))
+            integral = promotes_to_integer(str(x.dtype) for x in others if hasattr(x, "dtype"))
             if integral and isinstance(value, numbers.Integral):
                 int32_range(port, value)
             if not isinstance(value, np.generic) or isinstance(value, float):

@@ -98,7 +98,7 @@ def float32_range(name: str, value: Any) -> float:
     return float(value)
 
 
-def beside_integers(dtypes: Iterable[str]) -> bool:
+def promotes_to_integer(dtypes: Iterable[str]) -> bool:
     """Whether a Python int with arrays of these dtypes stays an integer; booleans only select."""
     kinds = {*dtypes} - {"bool"}
     return bool(kinds) and kinds <= {*INTEGERS}

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .dims import Shape
-from .node import REGISTRY, Node
-from .planned import MATRICES
+from .node import Node
 from .spec import Call, GraphSpec, Tensor
 
 
@@ -37,7 +36,7 @@ _Sides = Mapping[str, _Side]
 
 def is_split(node: Node) -> bool:
     """Whether a product keeps its dimensions apart."""
-    return node.anchor.order == MATRICES and "..." not in node.ports.outputs[0].axes
+    return node.anchor.product and node.algebra.merged is not None
 
 
 def merged(spec: GraphSpec) -> GraphSpec:
@@ -170,9 +169,6 @@ def _stored(tensor: Tensor) -> list[int]:
 
 
 def _call(call: Call, tensors: Mapping[str, Tensor]) -> Call:
-    node: Any = call.node
-    if is_split(node):
-        node = REGISTRY[node.method](compute_data_type=node.compute_data_type)
-    elif hasattr(node, "out_dims"):
-        node = replace(node, out_dims=tensors[call.outputs[0][1]].shape)
-    return replace(call, node=node)
+    merged = call.node.algebra.merged
+    shape = tensors[call.outputs[0][1]].shape
+    return call if merged is None else replace(call, node=merged(call.node, shape))

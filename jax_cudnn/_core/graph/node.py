@@ -87,13 +87,14 @@ class Algebra(NamedTuple):
             factor, of a product.
         smooth: an operand that is rounded to 16 bits changes the result about as much as rounding
             the result to 16 bits does.
-        singular: a result is not finite for operands of 0.
         sums: it adds up elements of its operand.
         recomputed: derivatives recompute the results if that saves memory.
         affine: the operand of which each result is a factor times it plus a summand, if the other
             operands are fixed.
         scaled: the operand of a product that takes a factor of its result, if that varies along
             the only dimension that both have, by the letters of their ports.
+        merged: the node for a result of this shape, if merging dimensions (:mod:`.merging`) changes
+            the node; a product with it has more dimensions than cuDNN's.
     """
 
     moves: bool = False
@@ -101,11 +102,11 @@ class Algebra(NamedTuple):
     adds: bool = False
     multiplies: bool = False
     smooth: bool = False
-    singular: bool = False
     sums: bool = False
     recomputed: bool = False
     affine: str = ""
     scaled: str = ""
+    merged: Callable[[Any, Shape], Node] | None = None
 
 
 class Indices(NamedTuple):

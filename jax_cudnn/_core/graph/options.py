@@ -50,7 +50,7 @@ _PRECISIONS = {
 }
 
 
-class Surroundings(NamedTuple):
+class TraceContext(NamedTuple):
     """The relevant settings of JAX and XLA: part of the key of the trace cache."""
 
     precision: Any = None
@@ -58,7 +58,7 @@ class Surroundings(NamedTuple):
     implementation: str = AUTO
 
     @classmethod
-    def now(cls) -> Surroundings:
+    def now(cls) -> TraceContext:
         flags = os.environ.get("XLA_FLAGS", "")
         return cls(compat.matmul_precision(), _asks_for_determinism(flags), current())
 
@@ -161,21 +161,21 @@ class Options:
             return ""
         return f"engine={self.engine}" + (f", knobs={dict(self.knobs)}" if self.knobs else "")
 
-    def resolved(self, around: Surroundings, float32_products: bool) -> Options:
+    def resolved(self, context: TraceContext, float32_products: bool) -> Options:
         """These options with the settings of JAX and XLA filled in. Precision matters for float32
         products only: other graphs are the same graph at any precision. The tensors of a graph
         state that they are int32; derivatives of such a graph are computed in float32."""
         precision = "default"
         if float32_products:
-            precision = self.precision or normal_precision(around.precision)
-        deterministic = self.deterministic or around.deterministic
+            precision = self.precision or normal_precision(context.precision)
+        deterministic = self.deterministic or context.deterministic
         wide = self.intermediate_data_type
         return dataclasses.replace(
             self,
             precision=precision,
             deterministic=deterministic,
             intermediate_data_type="float32" if wide == "int32" else wide,
-            implementation=self.implementation or around.implementation,
+            implementation=self.implementation or context.implementation,
         )
 
     def __str__(self) -> str:
@@ -262,4 +262,4 @@ def _asks_for_determinism(xla_flags: str) -> bool:
     return any(value.lower() in ("", "true", "1") for value in dict(found).values())
 
 
-DEFAULTS, NOWHERE = Options(), Surroundings()
+DEFAULTS, NO_CONTEXT = Options(), TraceContext()

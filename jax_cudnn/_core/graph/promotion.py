@@ -127,15 +127,13 @@ def intermediate_dtypes(
     narrow = {
         name
         for call in calls
-        for factor in _beside_16_bits(call, dtypes, said)
+        for factor in _to_narrow(call, dtypes, said)
         for name in _with_sources(factor, said, sources)
     }
     return intermediate_dtypes(calls, said, {*fixed, *narrow}, wide) if narrow else dtypes
 
 
-def _beside_16_bits(
-    call: Call, dtypes: Mapping[str, str], said: Mapping[str, str]
-) -> Iterator[str]:
+def _to_narrow(call: Call, dtypes: Mapping[str, str], said: Mapping[str, str]) -> Iterator[str]:
     """Factors of a product that have another dtype than the other one, and would have it."""
     factors = [name for _, name in call.inputs]
     if len(factors) == 2 and call.node.anchor.product:

@@ -16,7 +16,7 @@ from ..errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from ..primitive import bind
 from .arguments import Aval, array, input_names, is_static, parameters, strongly_typed, typed
 from .builder import GraphBuilder
-from .options import DEFAULTS, Options, Surroundings, replaced
+from .options import DEFAULTS, Options, TraceContext, replaced
 from .source import defined_at, raised_in, user_line
 from .spec import GraphSpec
 from .tensor import GraphTensor, refusal
@@ -130,7 +130,7 @@ class GraphFunction:
             structure,
             tuple(map(typed, slots)),
             tuple((k, typed(v)) for k, v in static.items()),
-            Surroundings.now(),
+            TraceContext.now(),
         )
         try:
             hash(key)
@@ -155,10 +155,10 @@ class GraphFunction:
         return trace
 
     def _trace(self, key: tuple) -> Trace:
-        structure, slots, static, around = key
+        structure, slots, static, context = key
         slots = [slot for _, slot in slots]
         static = {name: value for name, (_, value) in static}
-        builder = GraphBuilder(self.options, around)
+        builder = GraphBuilder(self.options, context)
         names = iter(input_names(self._parameters[1:], structure))
         leaves = []
         for slot in slots:
@@ -179,7 +179,7 @@ class GraphFunction:
         try:
             result = self.fn(builder, *arguments, **static)
         except (TypeError, ValueError) as error:
-            ours = _refusal_behind(error)
+            ours = _original_error(error)
             if ours is None:
                 raise
             raise ours from None
@@ -266,16 +266,15 @@ class _Captures(Exception):
         self.trace = trace
 
 
-def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
+def _original_error(error: BaseException) -> JaxCudnnError | None:
     """Our error about a graph tensor in jnp, where JAX wrapped it or raised another instead."""
     if isinstance(error, JaxCudnnError):
         return error
     if repr(GraphTensor) not in str(error):
         return None
-    behind = error.__cause__ or error.__context__
-    while behind is not None:
-        if isinstance(behind, JaxCudnnError):
-            return behind
-        behind = behind.__cause__ or behind.__context__
+    cause: BaseException | None = error
+    while cause := cause.__cause__ or cause.__context__:
+        if isinstance(cause, JaxCudnnError):
+            return cause
     line, function = raised_in(error)
     return refusal(function, line)

@@ -89,11 +89,11 @@ def barred(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> Reason | N
     """Why an engine is never taken for this graph, if it is so."""
     if engine >= FIRST_PYTHON_ENGINE:
         return Reason("runs only in the Python frontend, not inside an XLA program", Kind.ENGINE)
-    wrong = distrusted(spec, engine, knobs)
+    wrong = wrongly_computed(spec, engine, knobs)
     return Reason(f"computes {wrong} wrongly", Kind.ENGINE) if wrong else None
 
 
-def distrusted(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> str:
+def wrongly_computed(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> str:
     """The operation of this graph that an engine computes wrongly, by its name; "" for none."""
     for call, tensors in spec.at_ports:
         known = call.node.engines(tensors, spec)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import PlanningError, UnsupportedGraphError
-from ..graph.options import Surroundings
+from ..graph.options import TraceContext
 from ..graph.planned import EVEN_IF_STRICT
 from ..graph.spec import FLOAT64, GraphSpec
 from ..store.cache import configured
@@ -135,7 +135,7 @@ def _why_pairs_run_in_xla(spec: GraphSpec, losing: bool, site: Site, name: str) 
 
 def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
     """UnsupportedGraphError if XLA runs a nondeterministic node without its determinism flag."""
-    if not spec.options.deterministic or Surroundings.now().deterministic:
+    if not spec.options.deterministic or TraceContext.now().deterministic:
         return
     for segment in segments:
         nodes = {call.name: call.node for call in segment.spec.calls}

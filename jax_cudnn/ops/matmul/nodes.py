@@ -15,12 +15,13 @@ from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
-from ..._core.graph.node import LEAD, Fold, Node, frozen
+from ..._core.graph.node import LEAD, Algebra, Fold, Node, frozen
 from ..._core.graph.planned import ANY, MATRICES, About, Anchor, Edge, Engines, Example, Work
 from ..._core.graph.promotion import computed, product_dtype, product_operands
 from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
+from ..pointwise.elementwise import Pointwise
 from ..transformations import alike, product_jvp
 
 _ALIGNED = 16  # bytes
@@ -129,7 +130,8 @@ class Matmul(Node):
         if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
             # Measured on an H200 with cuDNN 9.19: the kernel reads out of bounds.
             return Reason("an operand is computed in the graph and then broadcast over the batch")
-        singular = [c for c in _computing(computed, graph) if c.node.algebra.singular]
+        before = _computing(computed, graph)
+        singular = [c for c in before if isinstance(c.node, Pointwise) and c.node.singular]
         if singular:
             # Measured on an H200 with cuDNN 9.19: operands beyond the edge of a matrix count as 0,
             # which becomes an infinity here, and infinity times another 0 makes the result NaN.
@@ -242,6 +244,8 @@ class Contraction(Matmul):
     All dimensions stay apart, so that a mesh may shard each of them. Where cuDNN is planned, a
     matmul of three dimensions replaces this node (``boundary.py``).
     """
+
+    algebra = Algebra(merged=lambda node, _: Matmul(compute_data_type=node.compute_data_type))
 
     batched: int = 0
     rows: int = 1

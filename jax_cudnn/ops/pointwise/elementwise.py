@@ -49,6 +49,8 @@ class Pointwise(Node):
     in values outside this list."""
     alike: ClassVar[bool] = False
     """Whether cuDNN computes correct results only for operands of equal shapes."""
+    singular: ClassVar[bool] = False
+    """Whether a result is not finite for operands of 0."""
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: a backward operation that is alone in a graph reads a
@@ -187,12 +189,12 @@ def elementwise(
             "result": result,
             "shaped": shaped,
             "alike": alike,
+            "singular": singular,
             "algebra": Algebra(
                 chooses=chooses,
                 adds=adds,
                 multiplies=multiplies,
                 smooth=smooth and not (singular or jumps or result == "bool"),
-                singular=singular,
                 recomputed=not (jumps or result == "bool"),
             ),
             "dtypes": dtypes,

@@ -75,13 +75,13 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
 def test_engines_found_wrong_are_known(row):
     function, avals, engines = WRONG[row]
     spec = spec_of(function, *avals)
-    found = {engine: choice.distrusted(spec, engine, {}) for engine in range(81)}
+    found = {engine: choice.wrongly_computed(spec, engine, {}) for engine in range(81)}
     assert {engine: name for engine, name in found.items() if name} == engines
 
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("by_cudnn")
-def test_distrusted_engines_are_not_chosen():
+def test_engines_known_to_be_wrong_are_not_chosen():
     wrongly = "computes conv_fprop.0 wrongly"
     images = [jax.ShapeDtypeStruct(*aval) for aval in INT8]
     with jc.target("H200"):

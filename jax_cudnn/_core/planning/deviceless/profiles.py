@@ -12,10 +12,10 @@ from ...errors import TargetError
 
 _FOLDER = Path(__file__).parent / "profiles"
 
-# Later than cuDNN 9.19, which neither writes nor minds them; cuDNN 9.28 refuses properties without
+# Newer than cuDNN 9.19, which neither writes nor minds them; cuDNN 9.28 refuses properties without
 # memoryBusWidth. So they are always given: with 0, 1000 and 6144 bits all plans compared (conv,
 # matmul, attention, norms, reduction) were the same.
-_LATER_FIELDS = {"smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 0}
+_DEFAULTS = {"smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 0}
 
 HOW_TO_READ = (
     "on a machine with the GPU, save cudnn.create_device_properties(0).serialize() to a file and "
@@ -85,7 +85,7 @@ class Profile:
                 why=f"{type(error).__name__}: {error}",
                 fix=HOW_TO_READ,
             ) from error
-        text = json.dumps({**_LATER_FIELDS, **properties}, sort_keys=True, separators=(",", ":"))
+        text = json.dumps({**_DEFAULTS, **properties}, sort_keys=True, separators=(",", ":"))
         name = name or str(content.get("name", device_name))
         return cls(name, sm_version, device_name, text, bool(content.get("measured", True)))
 
