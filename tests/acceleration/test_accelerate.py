@@ -380,14 +380,14 @@ def test_a_report_counts_what_is_alone_and_sees_lines_through_jit():
     assert str(report).endswith("alone, as XLA runs them: 1 product")
 
 
-same = jax.jit(lambda x, *others: x)
+first_of = jax.jit(lambda x, *others: x)
 PASSED_THROUGH = {
-    "between equations": lambda x: jnp.tanh(same(jnp.tanh(x))),
-    "at the end": lambda x: same(jnp.tanh(x)),
+    "between equations": lambda x: jnp.tanh(first_of(jnp.tanh(x))),
+    "at the end": lambda x: first_of(jnp.tanh(x)),
     "with others": lambda x: sum(jax.jit(lambda x: (x, 2 * x))(jnp.tanh(x))),
-    "after a product": lambda x: jnp.tanh(same(x @ x.T) + 1.0),
-    "key": lambda x: jax.nn.gelu(same(x @ x.T, jax.random.key(0))),
-    "twice": lambda x: jnp.sin(same(same(jnp.tanh(x)), jnp.cos(x))),
+    "after a product": lambda x: jnp.tanh(first_of(x @ x.T) + 1.0),
+    "key": lambda x: jax.nn.gelu(first_of(x @ x.T, jax.random.key(0))),
+    "twice": lambda x: jnp.sin(first_of(first_of(jnp.tanh(x)), jnp.cos(x))),
 }
 
 
@@ -397,9 +397,9 @@ def test_a_call_may_return_its_operand(name):
     (x,) = arrays((16, 16))
     with jc.target("H200"):
         fast = jc.accelerate(fn)
-        np.testing.assert_allclose(fast(x), fn(x), rtol=1e-5)
+        np.testing.assert_allclose(fast(x), fn(x), rtol=1e-3, atol=1e-4)
         of = lambda f: jax.grad(lambda x: f(x).sum())(x)  # noqa: E731
-        np.testing.assert_allclose(of(fast), of(fn), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(of(fast), of(fn), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.deviceless
@@ -416,10 +416,11 @@ def test_attention_is_found_next_to_a_mask_of_a_constant_key(caplog):
         scores = jnp.einsum("bthd,bshd->bhts", q, k)
         kept = jax.random.bernoulli(jax.random.key(0), 0.5, scores.shape[2:])
         weights = jax.nn.softmax(jnp.where(kept, scores, -1e9))
-        return attend(jnp.einsum("bhts,bshd->bthd", weights, v), k, v)
+        return attend(jnp.einsum("bhts,bshd->bthd", weights, v) + 1, k, v)
 
     x = half(SHAPE)[0]
-    assert graphs(jc.accelerate(dropped), x, x, x) == ["dot_product_attention"] * 2
+    found = jc.accelerate(dropped).report(x, x, x, gpu="H200").to_json()["regions"]
+    assert [region["kind"] for region in found] == ["attention"] * 2
     assert not caplog.records
 
 
