@@ -170,6 +170,10 @@ class Accelerated:
 
         Raises: what tracing the function raises; TargetError: there is no such GPU.
         """
+        if "gpus" in kwargs:
+            raise GraphTypeError(
+                "a report is of one GPU", expected='gpu="H200"', got=f"gpus={shown(kwargs['gpus'])}"
+            )
         with context.target(gpu) if gpu is not None else contextlib.nullcontext():
             where = region.site()
             found, *_ = self._found(args, kwargs, where)

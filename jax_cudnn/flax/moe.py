@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, one_of
 from ..ops import epilogue
 from ..ops.arguments import integer
 from ..ops.epilogue import Activation
@@ -94,6 +94,7 @@ class MoE(nnx.Module):
                 expected=f"top_k of at most num_experts={num_experts}",
                 got=f"top_k={top_k}",
             )
+        one_of("implementation of MoE", implementation, ("xla", "mosaic"))
         self.dtype, self.precision, self.implementation = dtype, precision, implementation
         self.activation, self.expert_axis = epilogue.activation_name(activation), expert_axis
         kinds: Any = {"dtype": jnp.float32, "param_dtype": param_dtype}
@@ -172,7 +173,7 @@ class MoE(nnx.Module):
             y, chosen = self._local(*given, weights)
         counts = jax.nn.one_hot(chosen, self.num_experts).sum((0, 1))
         shares = counts / max(chosen.size, 1)
-        loss = self.num_experts * (shares * jax.nn.softmax(given[1]).mean(0)).sum()
+        loss = self.num_experts * (shares * jax.nn.softmax(given[1]).sum(0) / max(count, 1)).sum()
         return y.reshape(x.shape), loss
 
     def _local(self, tokens: jax.Array, logits: jax.Array, weights: Any, valid: Any = None) -> Any:
@@ -201,5 +202,5 @@ class MoE(nnx.Module):
             most = tokens.shape[0] * min(self.top_k, held)
             rows = expert_parallel(experts, rows, sizes, self.expert_axis, most_rows=most)
         each = rows.at[jnp.argsort(order)].get(unique_indices=True, mode="promise_in_bounds")
-        each = each.reshape(*chosen.shape, -1) * jax.nn.softmax(best)[..., None]
+        each = each.reshape(*chosen.shape, rows.shape[-1]) * jax.nn.softmax(best)[..., None]
         return each.sum(1).astype(tokens.dtype), chosen

@@ -106,7 +106,7 @@ def __getattr__(name: str) -> object:
         _registry()
         value = globals()[name] = getattr(_import_module(f".{_HOME[name]}", __name__), name)
         return value
-    hint = f": did you mean {_FUNCTIONS[name]}?" if name in _FUNCTIONS else ""
+    hint = f": there is {_FUNCTIONS[name]}" if name in _FUNCTIONS else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

@@ -79,18 +79,15 @@ def integer(name: str, x: Any, least: int, why: str | None = None) -> int:
 def flags(**given: Any) -> list[bool]:
     """Arguments as Python bools; GraphTypeError for other values, and those unknown at tracing."""
     for name, value in given.items():
-        try:
-            given[name] = bool(value)
-            if value not in (0, 1):  # not a word such as "no"
-                raise TypeError
-        except (TypeError, ValueError) as error:
+        if not isinstance(value, (int, np.bool_, np.integer)) or value not in (0, 1):
             raise GraphTypeError(
                 f"{name} is not a Python bool",
                 expected="True or False",
                 got=shown(value),
                 why="it is static: it selects the program to compile",
                 fix=f"pass a Python bool; under jax.jit use static_argnames={name!r}",
-            ) from error
+            )
+        given[name] = bool(value)
     return [*given.values()]
 
 
@@ -166,7 +163,8 @@ def check_channels(
             expected=f"weights for C{divided} channels, with C = {channels} from dimension "
             f"{where[0]} of the image",
             got=f"weights for {of_weights} (their dimension {where[1]}){given}",
-            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC")' + other,
+            fix='check the shapes and their layout, for example dimension_numbers=("NHWC", "HWIO", '
+            f'"NHWC"){other}',
         )
 
 

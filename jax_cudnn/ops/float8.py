@@ -14,7 +14,7 @@ from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
-from .arguments import floating, preferred_dtype
+from .arguments import array, preferred_dtype
 from .scaling import E4M3, E5M2, DelayedScaling, amax_of, check_scaling, quantizable, scale_of
 
 _DTYPES = "bfloat16", "float16", "float32"
@@ -145,10 +145,13 @@ def product(
 
 
 def _operand(name: str, x: Any) -> jax.Array:
-    x = floating(name, x)
+    x = array(name, x, "an array of floats")
     if str(x.dtype) not in _DTYPES:
         raise GraphTypeError(
-            f"{name} cannot be rounded to float8", expected=", ".join(_DTYPES), got=str(x.dtype)
+            f"{name} cannot be rounded to float8",
+            expected=", ".join(_DTYPES),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix=f"cast it before the call: {name}.astype(jnp.float32)",
         )
     return x
 

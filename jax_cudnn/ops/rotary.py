@@ -15,6 +15,7 @@ from jax import lax
 from .._core.errors import GraphError, GraphTypeError, nearest, shown
 from .arguments import flags, floating, integer, integral, number
 
+_BASE = 10000.0
 _SCALINGS = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -34,7 +35,7 @@ def rotary_embedding(
     x: jax.Array,
     positions: jax.Array | None = None,
     *,
-    base: float = 10000.0,
+    base: float = _BASE,
     frequencies: Any = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
@@ -93,7 +94,20 @@ def rotary_embedding(
         )
     (interleaved,) = flags(interleaved=interleaved)
     scale, wide = number("scale", scale), jnp.promote_types(x.dtype, jnp.float32)
+    if isinstance(frequencies, tuple):
+        raise GraphTypeError(
+            "frequencies is not an array",
+            expected="an array of floats",
+            got=shown(frequencies),
+            fix="rotary_frequencies returns two: frequencies, scale = rotary_frequencies(...)",
+        )
     if frequencies is not None:
+        if base != _BASE:
+            raise GraphError(
+                "base is of the default frequencies, and frequencies are given",
+                got=f"base={base}",
+                fix=f"pass base to rotary_frequencies: rotary_frequencies(rotary_dim, {base})",
+            )
         frequencies = floating("frequencies", frequencies)
         rotary_dim = 2 * frequencies.size if rotary_dim is None else rotary_dim
     size = _rotary_dim(x.shape[-1] if rotary_dim is None else rotary_dim, x.shape[-1])
@@ -129,7 +143,7 @@ def _rotated(
 
 
 def rotary_frequencies(
-    rotary_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
+    rotary_dim: int, base: float = _BASE, scaling: Mapping[str, Any] | None = None
 ) -> tuple[np.ndarray, float]:
     r"""The ``frequencies`` and the ``scale`` of :func:`rotary_embedding` for longer contexts.
 

@@ -193,3 +193,12 @@ def test_experts_that_do_not_fit_the_mesh():
             moe(jnp.ones((4, 8)))
     with pytest.raises(jc.GraphError, match="unknown activation"):
         jnn.MoE(8, 12, 6, 2, activation="swiglu", rngs=nnx.Rngs(0))
+
+
+def test_a_batch_of_nothing():
+    moe = jnn.MoE(8, 32, num_experts=4, top_k=2, rngs=nnx.Rngs(0))
+    y, loss = moe(jnp.zeros((0, 5, 8)), return_loss=True)
+    assert y.shape == (0, 5, 8)
+    assert loss == 0
+    with pytest.raises(jc.GraphError, match="'xla', 'mosaic'"):
+        jnn.MoE(8, 32, num_experts=4, top_k=2, implementation="cudnn", rngs=nnx.Rngs(0))

@@ -56,10 +56,14 @@ class GraphBuilder:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
+        same = (name for name, node in REGISTRY.items() if method in node.about.jax_names)
+        found = next(same, "")
         raise GraphAttributeError(
             f"g has no operation {method!r}",
             expected="an operation of the support table, such as conv_fprop, matmul or relu",
-            fix=nearest(f"g.{method}", (f"g.{name}" for name in REGISTRY)),
+            fix=f"use g.{found}"
+            if found
+            else nearest(f"g.{method}", (f"g.{name}" for name in REGISTRY)),
             where=user_line(),
         )
 

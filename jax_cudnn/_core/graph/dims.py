@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import jax
+
 from ..errors import GraphError, shown
 
 Shape = tuple[int, ...]
@@ -113,8 +115,8 @@ def integers(
     """
 
     def integer(value: Any) -> Any:
-        if hasattr(value, "dimension_as_value"):  # as JAX recognizes dimension expressions
-            return value
+        if hasattr(value, "dimension_as_value") and not isinstance(value, jax.core.Tracer):
+            return value  # as JAX recognizes dimension expressions
         return operator.index(cast(Any, value))
 
     try:
@@ -126,7 +128,7 @@ def integers(
             f"{name} is not valid",
             expected=f"integers of at least {least}",
             got=f"{name}={shown(values if given is None else given)}",
-            why="they select the program to compile",
+            why="they select the program to compile: under jax.jit they are static_argnames",
         )
     return result
 

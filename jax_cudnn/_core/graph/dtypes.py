@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import GraphError, GraphTypeError
+from ..errors import GraphError, GraphTypeError, nearest
 
 # JAX's name -> the name of the member of cudnn.data_type.
 TO_CUDNN = {
@@ -49,10 +49,12 @@ def canonical(dtype: Any) -> str:
     name = getattr(dtype, "name", dtype)
     if isinstance(name, str) and name in FROM_CUDNN:
         return FROM_CUDNN[name]
+    fix = "cast the array before the call, for example x.astype(jnp.float32)"
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
+        fix = nearest(name, TO_CUDNN, fix)
     if name == "float64" and not jax.config.read("jax_enable_x64"):
         raise GraphTypeError(
             "float64 needs jax_enable_x64",
@@ -66,7 +68,7 @@ def canonical(dtype: Any) -> str:
             "cuDNN has no data type for this dtype",
             expected=", ".join(TO_CUDNN),
             got=name,
-            fix="cast the array before the call, for example x.astype(jnp.float32)",
+            fix=fix,
         )
     return name
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .. import compat
-from ..errors import GraphError, GraphTypeError, shown
+from ..errors import GraphError, GraphTypeError, nearest, shown
 from ..user_context import AUTO, checked, current
 from .dtypes import FLOATS, FP8, canonical, canonical_compute
 
@@ -203,7 +203,10 @@ def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
     unknown = [name for name in changes if name not in known]
     if unknown:
         raise GraphTypeError(
-            "unknown option", expected=", ".join(known), got=", ".join(map(repr, unknown))
+            "unknown option",
+            expected=", ".join(known),
+            got=", ".join(map(repr, unknown)),
+            fix=nearest(unknown[0], known),
         )
     return dataclasses.replace(options, **changes)
 

@@ -47,6 +47,13 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         GraphError: it contains no graph, or one with symbolic dimensions.
     """
     check_function(fn)
+    if "gpu" in static:
+        raise GraphTypeError(
+            "there is no argument gpu: plans are of several GPUs",
+            expected='gpus=["H200"], a list',
+            got=f"gpu={shown(static['gpu'])}",
+            fix="jax_cudnn.explain and the report of an accelerated function take one gpu",
+        )
     found: _Found = {}
     with advised(args):
         if isinstance(fn, GraphFunction):
@@ -70,7 +77,9 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             expected="a function that calls jax_cudnn.ops, jax_cudnn.flax layers or functions "
             "decorated with @jax_cudnn.graph",
             got="a program of XLA's own operations",
-            why="operations of jax.numpy and jax.nn run on cuDNN only in an accelerated function",
+            why="operations of jax.numpy and jax.nn run on cuDNN only in an accelerated function; "
+            "XLA runs some of jax_cudnn.ops: ragged_dot, float8_matmul, quantized_matmul, "
+            "linear_cross_entropy and rotary_embedding",
             fix="wrap it, jax_cudnn.accelerate(fn), or call jax_cudnn.ops.conv, matmul, "
             "layer_norm or dot_product_attention instead, or use the layers of jax_cudnn.flax. "
             'Of an accelerated function name the GPU, as gpu="H200", where this process has none; '

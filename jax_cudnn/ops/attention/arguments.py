@@ -336,6 +336,7 @@ def _seed(key: Any) -> jax.Array:
             "dropout_rng is not a key",
             expected="one jax.random key, or its data, uint32[2]",
             got=f"{key.dtype}{list(key.shape)}",
+            fix="make one of a number: jax.random.key(0)",
         )
     return key[::-1].reshape(1, 1, 1, 2)
 

@@ -53,7 +53,7 @@ class ConvFprop(Convolution):
         requires="one convolution per graph; both operands of one dtype, or of two float8 "
         "formats; float8 without depthwise groups and convolution_mode; operands of pointwise "
         "operations in the graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars",
-        jax_names=("conv_general_dilated", "conv", "conv_with_general_padding"),
+        jax_names=("conv_general_dilated", "conv", "conv2d", "conv_with_general_padding"),
     )
     examples = (
         Example.of("image: 8 64 28 28, weight: 64 64 3 3", padding=[1, 1]),

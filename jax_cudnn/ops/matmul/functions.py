@@ -14,7 +14,7 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
 from .. import epilogue
-from ..arguments import chosen, out_dtype, preferred_dtype, promoted
+from ..arguments import chosen, flags, out_dtype, preferred_dtype, promoted
 from ..epilogue import NO_TERMS, Activation, Terms
 from .nodes import contracted
 
@@ -118,6 +118,7 @@ def matmul(
             expected="arrays of rank 1 or more",
             got=f"{a.shape} and {b.shape}",
         )
+    transpose_a, transpose_b = flags(transpose_a=transpose_a, transpose_b=transpose_b)
     one_row, one_column = a.ndim == 1, b.ndim == 1
     if one_row:
         a, transpose_a = a[None, :], False

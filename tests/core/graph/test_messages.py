@@ -111,3 +111,69 @@ def test_wrong_results_and_arguments_are_refused():
         assert words in str(error)
     with pytest.raises(ZeroDivisionError):  # the user's own pass through
         jc.graph(lambda g, x: g.relu(x, negative_slope=1 / 0))(ONES)
+
+
+IMAGE, QUERY, MATRIX = (jnp.ones(shape) for shape in ((1, 4, 8, 8), (1, 8, 2, 8), (4, 4)))
+FILTER = jnp.ones((4, 4, 3, 3))
+OPS = jc.ops
+SAID = {  # a call, and words of its error
+    "traced strides": (lambda n: OPS.conv(IMAGE, FILTER, strides=n), "strides.*static_argnames"),
+    "traced padding": (
+        lambda n: OPS.conv(IMAGE, FILTER, padding=[(n, n)] * 2),
+        "padding.*static_argnames",
+    ),
+    "traced groups": (lambda n: OPS.conv(IMAGE, FILTER, groups=n), "groups.*static_argnames"),
+    "traced flag": (lambda n: OPS.matmul(MATRIX, MATRIX, transpose_b=n), "static_argnames"),
+    "array as a flag": (
+        lambda _: OPS.dot_product_attention(QUERY, QUERY, QUERY, is_causal=jnp.array(True)),
+        "is_causal is not a Python bool",
+    ),
+    "channels": (
+        lambda _: OPS.conv(
+            IMAGE, jnp.ones((3, 3, 5, 8)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        '"HWIO"',
+    ),
+    "one gpu": (lambda _: jc.plan(OPS.matmul, MATRIX, MATRIX, gpu="H200"), r'gpus=\["H200"\]'),
+    "several gpus": (
+        lambda _: jc.accelerate(jnp.matmul).report(MATRIX, MATRIX, gpus=["H200"]),
+        'gpu="H200"',
+    ),
+    "no graph": (
+        lambda _: jc.plans(OPS.float8_matmul, MATRIX, MATRIX, gpus=["H200"]),
+        "XLA runs some of jax_cudnn.ops",
+    ),
+    "float8 of integers": (
+        lambda _: OPS.float8_matmul(MATRIX.astype("int32"), MATRIX),
+        r"expected: bfloat16, float16, float32\n",
+    ),
+    "jax's name": (lambda _: jc.graph(lambda g, x: g.silu(x))(ONES), "use g.swish"),
+    "another's name": (lambda _: jc.graph(lambda g, x: g.conv2d(x))(ONES), "use g.conv_fprop"),
+    "misspelt dtype": (
+        lambda _: jc.graph(lambda g, x: g.relu(x).set_data_type("flaot16"))(ONES),
+        "did you mean 'float16'",
+    ),
+    "misspelt option": (
+        lambda _: jc.graph(lambda g, x: g.relu(x), implemenation="cudnn"),
+        "did you mean 'implementation'",
+    ),
+    "number as a key": (
+        lambda _: OPS.dot_product_attention(*[QUERY] * 3, dropout_rate=0.1, dropout_rng=0),
+        r"jax.random.key\(0\)",
+    ),
+    "frequencies and scale": (
+        lambda _: OPS.rotary_embedding(QUERY, frequencies=OPS.rotary_frequencies(8)),
+        "frequencies, scale = ",
+    ),
+    "frequencies and base": (
+        lambda _: OPS.rotary_embedding(QUERY, frequencies=jnp.ones(4), base=5e5),
+        "base is of the default frequencies",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_functions_say_what_to_do(name):
+    call, words = SAID[name]
+    with pytest.raises(jc.JaxCudnnError, match=f"(?s){words}"):
+        jax.jit(call)(2)
