@@ -277,11 +277,9 @@ def run_together(items: Sequence[Equation | Call], env: dict[Value, Any]) -> Non
     for item in items:
         reads = [*item.eqn.invars]
         for i, (variable, value) in enumerate(zip(reads, item.ins, strict=True)):
-            if hasattr(variable, "val") or variable in made:
-                continue
-            if value in names:  # which a call between has returned as it is
+            if value in names:  # a call between may have returned it as it is
                 reads[i] = names[value]
-            else:
+            elif not hasattr(variable, "val"):
                 given[variable] = read(env, value)
         eqns.append(item.eqn.replace(invars=reads))
         pairs = zip(item.eqn.outvars, item.outs, strict=True)
