@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import jax
+from jax.core import Tracer
 
 from ..errors import GraphError, shown
 
@@ -115,7 +115,7 @@ def integers(
     """
 
     def integer(value: Any) -> Any:
-        if hasattr(value, "dimension_as_value") and not isinstance(value, jax.core.Tracer):
+        if hasattr(value, "dimension_as_value") and not isinstance(value, Tracer):
             return value  # as JAX recognizes dimension expressions
         return operator.index(cast(Any, value))
 
