@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -25,13 +26,13 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def scales_shape(shape: Shape, axis: int) -> Shape:
-    """The shape of the scales of (B, H, S, D) for blocks along D (-1) or S (-2): the number of
+def scales_shape(shape: Shape, axis: int, block: int = BLOCK) -> Shape:
+    """The shape of the scales of (..., S, D) for blocks along D (-1) or S (-2): the number of
     blocks replaces that dimension, and both are rounded up to whole tiles."""
-    b, h, s, d = shape
+    *lead, s, d = shape
     if axis == -1:
-        return b, h, _up(s, _ROWS), _up(-(-d // BLOCK), _COLUMNS)
-    return b, h, _up(-(-s // BLOCK), _COLUMNS), _up(d, _ROWS)
+        return *lead, _up(s, _ROWS), _up(-(-d // block), _COLUMNS)
+    return *lead, _up(-(-s // block), _COLUMNS), _up(d, _ROWS)
 
 
 def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax.Array, jax.Array]:
@@ -67,17 +68,10 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     x = floating("x", x).astype(jnp.float32)
     name = fp8_name("dtype", dtype)
     _check_blocks(x, axis)
-    rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
-    *lead, count, size = rows.shape
-    filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
-    blocks = filled.reshape(*lead, count, filled.shape[3] // BLOCK, BLOCK)
-    most = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
-    exponent = _exponent(most / largest(name))
-    values = rounded(blocks * _power(-exponent)[..., None], name)
-    values = values.reshape(filled.shape)[..., :size]
-    codes = jnp.where(jnp.isfinite(most), exponent + _BIAS, _NAN).astype(jnp.uint8)
-    values = values if axis == -1 else jnp.swapaxes(values, 2, 3)
-    return values, _swizzled(codes, scales_shape(x.shape, axis))
+    blocks, most = blocks_of(x, axis, BLOCK)
+    factor, codes = powers(most, name)
+    values = rounded(without_blocks(blocks * factor[..., None], x.shape, axis), name)
+    return values, scales_of(codes, axis)
 
 
 def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> jax.Array:
@@ -110,11 +104,7 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
             got=f"{scales.dtype}{list(scales.shape)}",
             fix="pass the scales from quantize_mxfp8 and the same axis",
         )
-    rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
-    *_, count, size = rows.shape
-    factor = _unswizzled(scales.astype(jnp.float32), axis)[:, :, :count, : -(-size // BLOCK)]
-    found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
-    return found if axis == -1 else jnp.swapaxes(found, 2, 3)
+    return values.astype(jnp.float32) * factors(scales.astype(jnp.float32), values.shape, axis)
 
 
 def _check_blocks(x: jax.Array, axis: Any) -> None:
@@ -138,19 +128,47 @@ def _power(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
-def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
-    """Codes (B, H, rows, blocks) in the order of tiles, reshaped."""
-    b, h, rows, blocks = codes.shape
+def blocks_of(x: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks of (..., S, D) along D (-1) or S (-2), as (..., rows, blocks, block) filled with
+    zeros; and the largest absolute value of each."""
+    rows = x if axis == -1 else jnp.swapaxes(x, -1, -2)
+    *lead, size = rows.shape
+    filled = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, _up(size, block) - size)])
+    blocks = filled.reshape(*lead, filled.shape[-1] // block, block)
+    return blocks, jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+
+
+def without_blocks(blocks: jax.Array, shape: Shape, axis: int) -> jax.Array:
+    """The inverse of :func:`blocks_of`."""
+    *lead, count, block = blocks.shape
+    rows = blocks.reshape(*lead, count * block)[..., : shape[axis]]
+    return rows if axis == -1 else jnp.swapaxes(rows, -1, -2)
+
+
+def powers(most: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """For blocks with these largest absolute values the factor that brings them into the range of
+    a dtype, and the codes of its inverse in float8_e8m0fnu."""
+    exponent = _exponent(most / largest(dtype))
+    codes = jnp.where(jnp.isfinite(most), exponent + _BIAS, _NAN).astype(jnp.uint8)
+    return _power(-exponent), codes
+
+
+def scales_of(codes: jax.Array, axis: int, dtype: str = E8M0) -> jax.Array:
+    """Codes of 8 bits (..., rows, blocks) as scales in tiles."""
+    *lead, rows, blocks = codes.shape
     m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
-    filled = jnp.pad(codes, ((0, 0), (0, 0), (0, m - rows), (0, n - blocks)))
-    tiles = filled.reshape(b, h, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
-    ordered = tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(shape)
-    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(E8M0))
+    filled = jnp.pad(codes, (*[(0, 0)] * len(lead), (0, m - rows), (0, n - blocks)))
+    tiles = filled.reshape(math.prod(lead), m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
+    found = (*lead, m, n) if axis == -1 else (*lead, n, m)
+    ordered = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(found)
+    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(dtype))
 
 
-def _unswizzled(scales: jax.Array, axis: int) -> jax.Array:
-    """The scales of blocks along an axis, as (B, H, rows, blocks)."""
-    b, h, *sizes = scales.shape
-    m, n = sizes if axis == -1 else sizes[::-1]
-    tiles = scales.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
-    return tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(b, h, m, n)
+def factors(scales: jax.Array, shape: Shape, axis: int, block: int = BLOCK) -> jax.Array:
+    """The scale of each element of values of a shape, from the scales in tiles."""
+    *lead, m, n = scales.shape if axis == -1 else (*scales.shape[:-2], *scales.shape[:-3:-1])
+    tiles = scales.reshape(math.prod(lead), m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    rows = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(*lead, m, n)
+    each = jnp.repeat(rows, block, axis=-1)
+    each = each if axis == -1 else jnp.swapaxes(each, -1, -2)
+    return each[..., : shape[-2], : shape[-1]]

@@ -217,6 +217,11 @@ class GraphBuilder:
                 where=user_line(),
             )
         self._unused(tensor, "set_data_type")
+        for i, call in enumerate(self._calls):  # a node that must know the dtype of its result
+            if call.outputs[0][1] == tensor.name and hasattr(call.node, "out_data_type"):
+                node = replace(call.node, out_data_type=dtype)  # pyright: ignore[reportCallIssue]
+                node.infer({port: self._tensors[name] for port, name in call.inputs})
+                self._calls[i] = replace(call, node=node)
         self._typed.add(tensor.name)
         self._change(tensor, dtype=dtype)
         return tensor

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 
 from ..graph import planned
 from ..graph.dims import Shape
+from ..graph.dtypes import FP4
 from ..graph.layout import layout
 from ..graph.merging import is_split
 from ..graph.spec import FLOAT64, Call, GraphSpec
@@ -49,6 +50,12 @@ def _never(spec: GraphSpec) -> _Found:
         yield "shape", "a tensor has no elements (under jit XLA runs such a graph)"
     if spec.has_float64:
         yield "dtype", FLOAT64
+    for t in spec.tensors:  # they are packed in pairs
+        if t.dtype == FP4 and (len(t.shape) != 3 or t.shape[t.order[-1] if t.order else -1] % 2):
+            yield t.name, "float4 with other than three dimensions, or an odd innermost one"
+    for call, tensors in spec.at_ports:
+        if call.node.ports.is_elementwise and any(t.dtype == FP4 for t in tensors.values()):
+            yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:
             yield call.name, call.node.about.requires
