@@ -63,7 +63,7 @@ def _drawn(
         values = random.integers(least, 9, aval.shape)
     else:
         values = random.standard_normal(aval.shape, np.float32) * np.float32(scale)
-    if positive:
+    if positive or aval.dtype == jnp.float8_e8m0fnu:
         values = np.abs(values) + 0.25
     return jnp.asarray(values.astype(aval.dtype))
 

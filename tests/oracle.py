@@ -88,7 +88,7 @@ def _block_scale_quantize(node, input):
     values = rows / np.repeat(scale, node.block_size, axis=-1)[..., :size]
     count, blocks = scale.shape[1:]
     m, n = -(-count // 128) * 128, -(-blocks // 4) * 4
-    flat = np.full((len(scale), m * n), 2.0**-127 if node.block_size == 32 else 0)
+    flat = np.full((len(scale), m * n), 2.0**-127 if node.block_size == 32 else 0.0)
     i, j = np.indices((count, blocks))
     tile = (i // 128) * (n // 4) + j // 4
     flat[:, tile * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4] = scale

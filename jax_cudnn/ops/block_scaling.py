@@ -10,14 +10,23 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.builder import register
+from .._core.graph.by_reference import Tangent
 from .._core.graph.dims import Dims, Shape, integers
-from .._core.graph.dtypes import CUDNN_FLOATS, E8M0, FP4, FP8
+from .._core.graph.dtypes import CUDNN_FLOATS, E8M0, FP4, FP8, canonical
 from .._core.graph.layout import packed_strides
 from .._core.graph.node import Fold, Node, frozen, matched
 from .._core.graph.planned import About, Anchor, Example, Seen, View
 from .._core.reasons import Reason
-from .._core.rules import GraphSpec, Handles, Tensor, Tensors
-from .mxfp8 import blocks_of, factors, powers, scales_of, scales_shape, without_blocks
+from .._core.rules import Derivation, GraphSpec, GraphTensor, Handles, Tensor, Tensors, Values
+from .mxfp8 import (
+    blocks_of,
+    dequantized,
+    fitting_scales,
+    powers,
+    scales_of,
+    scales_shape,
+    without_blocks,
+)
 from .scaling import E4M3, E5M2, largest
 
 _FORMATS = {32: ((*FP8, FP4), E8M0), 16: ((FP4,), E4M3)}
@@ -27,9 +36,9 @@ _REQUIRES = "cuDNN 9.28, SM 100, before a matmul of which both operands are dequ
 _ROW = 16  # bytes to which rows are aligned
 
 
-def _turned(shape: Shape, axis: int) -> tuple[int, ...]:
-    """The memory order in which an axis of (B, M, K) is innermost."""
-    return (0, 1, 2) if axis == -1 else (0, 2, 1)
+def _check_size(size: int) -> None:
+    if size not in _FORMATS:
+        raise GraphError("block_size is not valid", expected=_KNOWN, got=f"blocks of {size}")
 
 
 class BlockScaling(Node):
@@ -39,60 +48,47 @@ class BlockScaling(Node):
     """The ports of values and of their scales."""
 
     @property
-    def size(self) -> int:
-        """The number of values in a block."""
+    def blocks(self) -> tuple[int, int]:
+        """The axis of the blocks, -1 or -2, and the number of values in each."""
         raise NotImplementedError
 
-    @property
-    def along(self) -> int:
-        """The axis of the blocks, -1 or -2."""
-        raise NotImplementedError
-
-    @property
-    def tiled(self) -> tuple[str, ...]:
-        """The ports of scales, in tiles instead of rows."""
-        return self.scaled[1:]
-
-    def folds(
-        self, batched: frozenset[str], size: int, tensors: Mapping[str, Tensor]
-    ) -> Iterable[Fold]:
+    def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         yield Fold(dict.fromkeys(tensors, 0))
 
-    def layout(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Seen:
+    def layout(self, tensors: Tensors, order: Sequence[int]) -> Seen:
         # Arrays of scales are tiles in row-major order; cuDNN wants strides with the blocks' axis
         # innermost, which with this order of tiles only state the axis.
         port = self.scaled[1]
         shape = tensors[port].shape
-        strides = packed_strides(shape, _turned(shape, self.along))
+        strides = packed_strides(shape, (0, 1, 2) if self.blocks[0] == -1 else (0, 2, 1))
         return Seen({port: (View(port, shape, tuple(strides)),)})
+
+    def emit(self, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
+        import cudnn
+
+        made = super().emit(pygraph, tensors, common)
+        scales = {**tensors, **dict(zip(self.results, made, strict=True))}[self.scaled[1]]
+        scales.set_reordering_type(cudnn.tensor_reordering.F8_128x4)
+        return made
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         port, scale = self.scaled
-        values, scales = tensors[port], tensors[scale]
+        values, scales, (axis, block) = tensors[port], tensors[scale], self.blocks
         innermost = (values.order or (0, 1, 2))[-1]
-        size = values.shape[self.along]
+        size = values.shape[axis]
         row = 2 * _ROW if values.dtype == FP4 else _ROW
-        if scales.dtype != _FORMATS[self.size][1] or scales.order not in (None, (0, 1, 2)):
+        if scales.dtype != _FORMATS[block][1] or scales.order not in (None, (0, 1, 2)):
             return Reason(f"{scale} has another dtype or memory order than cuDNN's")
-        if innermost != self.along + 3 and (port == "Y" or values.dtype == FP4):
+        if innermost != axis + 3 and (port == "Y" or values.dtype == FP4):
             return Reason(
                 f"the blocks of {port} are not contiguous in memory: state it with .set_stride"
             )
-        if size % self.size or values.shape[innermost] % row:
+        if size % block or values.shape[innermost] % row:
             return Reason(
-                f"blocks of {self.size} along {size} are not all full, or rows of "
+                f"blocks of {block} along {size} are not all full, or rows of "
                 f"{values.shape[innermost]} {values.dtype} not a multiple of {_ROW} bytes"
             )
         return None
-
-
-def _along(axis: int) -> int:
-    return axis - 3 if axis >= 0 else axis
-
-
-def _check_size(size: int) -> None:
-    if size not in _FORMATS:
-        raise GraphError("block_size is not valid", expected=_KNOWN, got=f"blocks of {size}")
 
 
 @register
@@ -126,19 +122,17 @@ class BlockScaleDequantize(BlockScaling):
     dtypes = (*FP8, FP4)
     scaled = ("input", "descale")
     examples = (
-        Example(
-            {"input": (2, 128, 64), "descale": (2, 128, 4)},
+        Example.of(
+            f"input: 2 128 64, descale: {E8M0} 2 128 4",
             E4M3,
-            {"block_size": [1, 32]},
-            dtypes={"descale": E8M0},
+            block_size=[1, 32],
             positive=("descale",),
             alone=False,
         ),
-        Example(
-            {"input": (1, 64, 96), "descale": (1, 4, 128)},
+        Example.of(
+            f"input: 1 64 96, descale: {E4M3} 1 4 128",
             FP4,
-            {"block_size": [16, 1]},
-            dtypes={"descale": E4M3},
+            block_size=[16, 1],
             positive=("descale",),
             alone=False,
         ),
@@ -162,43 +156,25 @@ class BlockScaleDequantize(BlockScaling):
         return cls(sizes)
 
     @property
-    def size(self) -> int:
-        return max(self.block_size)
-
-    @property
-    def along(self) -> int:
-        return -1 if self.block_size[0] == 1 else -2
+    def blocks(self) -> tuple[int, int]:
+        return (-1 if self.block_size[0] == 1 else -2), max(self.block_size)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
         values, scales = inputs["input"], inputs["descale"]
-        wanted = scales_shape(values.shape, self.along, self.size)
-        dtypes, dtype = _FORMATS[self.size]
+        dtypes, dtype = _FORMATS[self.blocks[1]]
         if values.dtype not in dtypes or scales.dtype != dtype:
             raise GraphTypeError(
                 "these dtypes are of no block format",
                 expected=_KNOWN,
-                got=f"{values.dtype} with {scales.dtype}, blocks of {self.size}",
+                got=f"{values.dtype} with {scales.dtype}, blocks of {self.blocks[1]}",
                 fix="g.block_scale_quantize or jax_cudnn.ops.quantize_mxfp8 makes both",
             )
-        if scales.shape != wanted:
-            raise GraphError(
-                "descale does not fit input",
-                expected=f"{list(wanted)} for input of {list(values.shape)}, in tiles of 128 by 4",
-                got=f"{list(scales.shape)}, with block_size={list(self.block_size)}",
-            )
+        fitting_scales(scales, values, *self.blocks)
         return {"OUT_0": (values.shape, "float32")}
 
     def reference(self, input: jax.Array, descale: jax.Array) -> tuple[jax.Array, ...]:
-        return (input * factors(descale, input.shape, self.along, self.size),)
-
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        import cudnn
-
-        tensors["descale"].set_reordering_type(cudnn.tensor_reordering.F8_128x4)
-        return super().emit(pygraph, tensors, common)
+        return (dequantized(input, descale, *self.blocks),)
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if tensors["OUT_0"].name in graph.outputs:
@@ -244,14 +220,11 @@ class BlockScaleQuantize(BlockScaling):
     dtypes = CUDNN_FLOATS
     scaled = ("Y", "scale")
     examples = (
-        Example({"input": (2, 128, 64)}, "bfloat16", {"block_size": 32, "axis": 2}, alone=False),
-        Example(
-            {"input": (1, 64, 128)},
-            "float32",
-            {"block_size": 32, "axis": 1, "out_data_type": E5M2},
-            alone=False,
+        Example.of("input: 2 128 64", block_size=32, axis=2, alone=False),
+        Example.of(
+            "input: 1 64 128", "float32", block_size=32, axis=1, out_data_type=E5M2, alone=False
         ),
-        Example({"input": (1, 128, 64)}, "float32", {"block_size": 16, "axis": 2}, alone=False),
+        Example.of("input: 1 128 64", "float32", block_size=16, axis=2, alone=False),
     )
 
     block_size: int
@@ -267,58 +240,53 @@ class BlockScaleQuantize(BlockScaling):
         transpose: bool = False,
         out_data_type: Any = None,
     ) -> BlockScaleQuantize:
-        (size, at) = integers("block_size and axis", (block_size, 2 if axis is None else axis), -2)
+        size, at = integers("block_size and axis", (block_size, 2 if axis is None else axis), -2)
         _check_size(size)
-        if _along(at) not in (-1, -2):
+        if at not in (2, 1, -1, -2):
             raise GraphError("axis is not valid", expected="2 or 1", got=f"axis={axis!r}")
-        dtype = _FORMATS[size][0][0] if out_data_type is None else jnp.dtype(out_data_type).name
-        return cls(size, _along(at) + 3, bool(transpose), dtype)
+        dtype = _FORMATS[size][0][0] if out_data_type is None else canonical(out_data_type)
+        return cls(size, at % 3, bool(transpose), dtype)
 
     @property
-    def size(self) -> int:
-        return self.block_size
-
-    @property
-    def along(self) -> int:
-        return _along(self.axis)
+    def blocks(self) -> tuple[int, int]:
+        return self.axis - 3, self.block_size
 
     def keywords(self) -> dict[str, Any]:
-        kept = {"block_size": self.block_size, "axis": self.axis}
-        return {**kept, "transpose": self.transposed}
+        return {"block_size": self.block_size, "axis": self.axis, "transpose": self.transposed}
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         matched(self, inputs)
-        dtypes, dtype = _FORMATS[self.size]
+        dtypes, dtype = _FORMATS[self.block_size]
         if self.out_data_type not in dtypes:
             raise GraphTypeError(
-                f"Y cannot have this dtype with blocks of {self.size}",
+                f"Y cannot have this dtype with blocks of {self.block_size}",
                 expected=" or ".join(dtypes),
                 got=self.out_data_type,
             )
         shape = inputs["input"].shape
-        scales = scales_shape(shape, self.along, self.size)
+        scales = scales_shape(shape, *self.blocks)
         return {"Y": (shape, self.out_data_type), "scale": (scales, dtype)}
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        blocks, most = blocks_of(input, self.along, self.size)
+        axis, block = self.blocks
+        blocks, most = blocks_of(input, axis, block)
         most = jax.lax.stop_gradient(most)
-        if self.size == 32:
+        if block == 32:
             factor, codes = powers(most, self.out_data_type)
-            scale = scales_of(codes, self.along)
+            scale = scales_of(codes, axis)
         else:
             codes, by = _rounded_up(most / largest(self.out_data_type))
             factor = jnp.where(by == 0, 0, 1 / by)
-            scale = scales_of(codes, self.along, E4M3).astype(jnp.float32)
+            scale = scales_of(codes, axis, E4M3).astype(jnp.float32)
         scaled = blocks * factor[..., None]
-        return without_blocks(scaled, input.shape, self.along), jax.lax.stop_gradient(scale)
+        return without_blocks(scaled, input.shape, axis), jax.lax.stop_gradient(scale)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        import cudnn
-
-        values, scale = super().emit(pygraph, tensors, common)
-        return values, scale.set_reordering_type(cudnn.tensor_reordering.F8_128x4)
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        node = Tangent(self, ("input",), ("Y",), ("input",))  # scales have none
+        (out,) = g.apply(node, **inputs, **{node.given["input"]: tangents["input"]})
+        return {"Y": out}
 
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if not {"Y", "scale"} <= {*tensors} or tensors["Y"].dtype != self.out_data_type:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from .scaling import E4M3, fp8_name, largest
 BLOCK = 32
 """Consecutive elements that share a scale."""
 _ROWS, _COLUMNS = 128, 4  # of a tile of scales
+_TILE = _ROWS * _COLUMNS  # with a dimension of this size, axes are sharded in whole tiles only
 _BIAS = 127  # of the exponents
 _NAN = 255  # the code of NaN
 
@@ -96,15 +96,11 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
         3.0
     """
     _check_blocks(values, axis)
-    wanted = scales_shape(values.shape, axis)
-    if scales.shape != wanted or str(scales.dtype) != E8M0:
-        raise (GraphError if scales.shape != wanted else GraphTypeError)(
-            "the scales do not fit the values",
-            expected=f"{E8M0}{list(wanted)}, for blocks along axis {axis}",
-            got=f"{scales.dtype}{list(scales.shape)}",
-            fix="pass the scales from quantize_mxfp8 and the same axis",
+    if str(scales.dtype) != E8M0:
+        raise GraphTypeError(
+            "the scales do not fit the values", expected=E8M0, got=f"{scales.dtype}"
         )
-    return values.astype(jnp.float32) * factors(scales.astype(jnp.float32), values.shape, axis)
+    return dequantized(values.astype(jnp.float32), scales.astype(jnp.float32), axis)
 
 
 def _check_blocks(x: jax.Array, axis: Any) -> None:
@@ -117,10 +113,11 @@ def _check_blocks(x: jax.Array, axis: Any) -> None:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """The smallest representable n with x <= 2**n; -127 for 0."""
-    mantissa, exponent = jnp.frexp(x)
-    least = exponent - (mantissa == 0.5)
-    return jnp.clip(jnp.where(x > 0, least, -_BIAS), -_BIAS, _BIAS)
+    """The smallest representable n with x <= 2**n; -127 for 0. By bits, as JAX's frexp is one
+    operation through which no axis is followed."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    least = ((bits + 0x7FFFFF) >> 23) - _BIAS
+    return jnp.clip(jnp.where(bits > 0x400000, least, -_BIAS), -_BIAS, _BIAS)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
@@ -158,17 +155,33 @@ def scales_of(codes: jax.Array, axis: int, dtype: str = E8M0) -> jax.Array:
     *lead, rows, blocks = codes.shape
     m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
     filled = jnp.pad(codes, (*[(0, 0)] * len(lead), (0, m - rows), (0, n - blocks)))
-    tiles = filled.reshape(math.prod(lead), m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
-    found = (*lead, m, n) if axis == -1 else (*lead, n, m)
-    ordered = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(found)
+    parts = filled.reshape(*lead, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
+    tiles = jnp.swapaxes(parts, -4, -2).reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    ordered = tiles.reshape(*lead, m, n) if axis == -1 else tiles.reshape(*lead, n, m)
     return jax.lax.bitcast_convert_type(ordered, jnp.dtype(dtype))
 
 
-def factors(scales: jax.Array, shape: Shape, axis: int, block: int = BLOCK) -> jax.Array:
-    """The scale of each element of values of a shape, from the scales in tiles."""
-    *lead, m, n = scales.shape if axis == -1 else (*scales.shape[:-2], *scales.shape[:-3:-1])
-    tiles = scales.reshape(math.prod(lead), m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
-    rows = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(*lead, m, n)
+def fitting_scales(scales: Any, values: Any, axis: int, block: int) -> Shape:
+    """The shape of the scales of values; GraphError if they have another."""
+    wanted = scales_shape(values.shape, axis, block)
+    if scales.shape != wanted:
+        raise GraphError(
+            "the scales do not fit the values",
+            expected=f"{list(wanted)} for values of {list(values.shape)}, blocks of {block} along "
+            f"axis {axis}: the scales are in tiles of {_ROWS} by {_COLUMNS}",
+            got=str(list(scales.shape)),
+            fix="pass the scales that came with the values, and the same axis",
+        )
+    return wanted
+
+
+def dequantized(values: jax.Array, scales: jax.Array, axis: int, block: int = BLOCK) -> jax.Array:
+    """Values times the scales of their blocks, which are in tiles."""
+    wanted = fitting_scales(scales, values, axis, block)
+    *lead, m, n = wanted if axis == -1 else (*wanted[:-2], *wanted[:-3:-1])
+    tiles = scales.reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    parts = tiles.reshape(*lead, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    rows = jnp.swapaxes(parts, -4, -2).reshape(*lead, m, n)
     each = jnp.repeat(rows, block, axis=-1)
     each = each if axis == -1 else jnp.swapaxes(each, -1, -2)
-    return each[..., : shape[-2], : shape[-1]]
+    return values * each[..., : values.shape[-2], : values.shape[-1]]

@@ -192,7 +192,7 @@ WRONG = [
     (lambda: quantize(jnp.ones((1, 4, 32), int), 32, 2, "float8_e4m3fn"), "does not take int"),
     (
         lambda: dequantize(jnp.ones((1, 4, 32), E4M3), jnp.ones((1, 4, 1), E8M0), (1, 32)),
-        r"(?s)descale does not fit input.*\[1, 128, 4\]",
+        r"(?s)scales do not fit the values.*\[1, 128, 4\]",
     ),
     (
         lambda: dequantize(jnp.ones((1, 4, 32), E4M3), jnp.ones((1, 128, 4), E4M3), (1, 16)),

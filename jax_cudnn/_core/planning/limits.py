@@ -50,11 +50,8 @@ def _never(spec: GraphSpec) -> _Found:
         yield "shape", "a tensor has no elements (under jit XLA runs such a graph)"
     if spec.has_float64:
         yield "dtype", FLOAT64
-    for t in spec.tensors:  # they are packed in pairs
-        if t.dtype == FP4 and (len(t.shape) != 3 or t.shape[t.order[-1] if t.order else -1] % 2):
-            yield t.name, "float4 with other than three dimensions, or an odd innermost one"
     for call, tensors in spec.at_ports:
-        if call.node.ports.is_elementwise and any(t.dtype == FP4 for t in tensors.values()):
+        if not hasattr(call.node, "block_size") and any(t.dtype == FP4 for t in tensors.values()):
             yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:
