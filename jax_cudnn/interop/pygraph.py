@@ -170,10 +170,10 @@ class _Copy:
     def _operand(self, tensor: Any, method: str, port: str) -> Any:
         if tensor.uid in self._made:
             return self._made[tensor.uid]
-        tiled = "mxfp8" in method or (method, port) == ("block_scale_dequantize", "descale")
-        if not tiled:  # these nodes read scales in tiles
+        tiled = (method, port) == ("block_scale_dequantize", "descale")
+        if not tiled and "mxfp8" not in method:  # it reorders scales itself
             refuse_reordered(tensor.reordering_type)
-        elif "mxfp8" not in method and getattr(tensor.reordering_type, "name", "NONE") == "NONE":
+        if tiled and getattr(tensor.reordering_type, "name", "NONE") == "NONE":
             raise GraphError(
                 "the scales of blocks are not in tiles",
                 expected="reordering_type=cudnn.tensor_reordering.F8_128x4 of descale",

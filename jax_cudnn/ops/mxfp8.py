@@ -98,7 +98,10 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     _check_blocks(values, axis)
     if str(scales.dtype) != E8M0:
         raise GraphTypeError(
-            "the scales do not fit the values", expected=E8M0, got=f"{scales.dtype}"
+            "the scales do not fit the values",
+            expected=E8M0,
+            got=str(scales.dtype),
+            fix="pass the scales from quantize_mxfp8",
         )
     return dequantized(values.astype(jnp.float32), scales.astype(jnp.float32), axis)
 

@@ -76,7 +76,9 @@ def test_values_are_as_near_as_the_format_permits(name, axis, key):
     tiny = float(jnp.finfo(dtype).smallest_normal)
     distance = np.abs(got - np.asarray(x, np.float64))
     ulp = step * np.exp2(np.floor(np.log2(np.maximum(np.abs(x) / factor, tiny)))) * factor
-    assert (distance <= 0.5001 * ulp)[y != 0].all()
+    # In tests of JAX 0.10, XLA's older code for CPUs (conftest.py) rounds to float16 before.
+    half = 0.502 if jax.__version__.startswith("0.10.") else 0.5001
+    assert (distance <= half * ulp)[y != 0].all()
     # The largest value of a block is in range, and would not be with a scale half as large.
     assert float(jnp.abs(y.astype("float32")).max()) > float(jnp.finfo(dtype).max) / 2.01
 
@@ -171,16 +173,36 @@ def test_batches_enter_the_batch(key):
             np.testing.assert_array_equal(of_all[i], one)
 
 
-def test_a_batch_on_a_mesh_stays_in_place(key):
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+def test_a_mesh_shards_batches_and_rows_of_whole_tiles(key):
+    """But not blocks, nor the other dimension beside blocks along the last but one."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), "data")
-    x = jax.random.normal(key, (2, 128, 64))
-    there = jax.device_put(x, NamedSharding(mesh, P("data")))
-    got = jax.jit(lambda x: quantize(x, 32, 2, "float8_e4m3fn"))(there)
-    for one, other in zip(got, quantize(x, 32, 2, "float8_e4m3fn"), strict=True):
-        np.testing.assert_array_equal(one.astype("float32"), other.astype("float32"))
+    def placed(x, *axes):
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
+
+    def text_of(*operands):
+        return jax.jit(dequantize, static_argnums=2).lower(*operands).compile().as_text()
+
+    for axis, block in ((2, 32), (2, 16), (1, 16)):
+        dtype = "float8_e4m3fn" if block == 32 else "float4_e2m1fn"
+        x = jax.random.normal(key, (2, 256, 384))
+        want = quantize(x, block, axis, dtype)
+        sizes = (1, block) if axis == 2 else (block, 1)
+        back = dequantize(*want, sizes)
+        for at in range(3):
+            sharded = [None] * at + ["data"]
+            got = jax.jit(lambda x, n=block, a=axis, d=dtype: quantize(x, n, a, d))(
+                placed(x, *sharded)
+            )
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one.astype("float32"), other.astype("float32"))
+            there = placed(want[0], *sharded), placed(want[1], *sharded)
+            got = jax.jit(dequantize, static_argnums=2)(*there, sizes)
+            np.testing.assert_array_equal(got, back)
+            in_place = at == 0 or (at, axis) == (1, 2)
+            assert ("all-gather" not in text_of(*there, sizes)) == in_place
+            if in_place:
+                assert got.sharding.is_equivalent_to(there[0].sharding, 3)
 
 
 WRONG = [

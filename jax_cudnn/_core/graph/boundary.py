@@ -161,16 +161,16 @@ def _innermost(tensor: Tensor) -> int:
 def _packed(x: jax.Array, tensor: Tensor) -> jax.Array:
     """Values of 4 bits as bytes of two, the first one in the lower bits: XLA's arrays may take a
     byte for each, and its bit cast is defined either way."""
-    inner = _innermost(tensor)
-    pairs = jnp.moveaxis(x, inner, -1)
-    pairs = pairs.reshape(*pairs.shape[:-1], -1, 2)
-    return jnp.moveaxis(jax.lax.bitcast_convert_type(pairs, jnp.uint8), -1, inner)
+    rows = jnp.moveaxis(x, _innermost(tensor), -1)
+    pairs = rows.reshape(*rows.shape[:-1], -1, 2)
+    packed = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
+    return jnp.moveaxis(packed, -1, _innermost(tensor))
 
 
 def _unpacked(x: jax.Array, tensor: Tensor) -> jax.Array:
-    inner = _innermost(tensor)
-    pairs = jax.lax.bitcast_convert_type(jnp.moveaxis(x, inner, -1), jnp.dtype(FP4))
-    return jnp.moveaxis(pairs.reshape(*pairs.shape[:-2], -1), -1, inner)
+    rows = jnp.moveaxis(x, _innermost(tensor), -1)
+    pairs = jax.lax.bitcast_convert_type(rows, jnp.dtype(FP4))
+    return jnp.moveaxis(pairs.reshape(*rows.shape[:-1], -1), -1, _innermost(tensor))
 
 
 def _received(x: jax.Array, planned: Tensor, tensor: Tensor) -> jax.Array:
