@@ -208,8 +208,8 @@ def _narrowest(spec: GraphSpec) -> str:
 
 
 def _limit(spec: GraphSpec, narrow: str) -> float:
-    """The tolerance of a result of a graph; ``narrow`` is a float of 8 or 4 bits to which it rounds, or
-    empty."""
+    """The tolerance of a result of a graph; ``narrow`` is a float of 8 or 4 bits, to which it is
+    rounded, or empty."""
     least = least_eps(spec)
     halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in _NARROW)
     coarsest = 2 * max(least, *map(_eps, halves), 0.0)
