@@ -174,12 +174,8 @@ class _Copy:
         if not tiled and "mxfp8" not in method:  # it reorders scales itself
             refuse_reordered(tensor.reordering_type)
         if tiled and getattr(tensor.reordering_type, "name", "NONE") == "NONE":
-            raise GraphError(
-                "the scales of blocks are not in tiles",
-                expected="reordering_type=cudnn.tensor_reordering.F8_128x4 of descale",
-                got="NONE",
-                why="a product of blocks reads its scales in this order",
-            )
+            expected = "reordering_type=cudnn.tensor_reordering.F8_128x4 of descale"
+            raise GraphError("the scales of blocks are not in tiles", expected=expected, got="NONE")
         if tensor.pass_by_value is not None:
             return tensor.pass_by_value
         words = port in ("dropout_1", "dropout_2")

@@ -97,12 +97,7 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     """
     _check_blocks(values, axis)
     if str(scales.dtype) != E8M0:
-        raise GraphTypeError(
-            "the scales do not fit the values",
-            expected=E8M0,
-            got=str(scales.dtype),
-            fix="pass the scales from quantize_mxfp8",
-        )
+        raise GraphTypeError("the scales have a wrong dtype", expected=E8M0, got=str(scales.dtype))
     return dequantized(values.astype(jnp.float32), scales.astype(jnp.float32), axis)
 
 
@@ -170,10 +165,8 @@ def fitting_scales(scales: Any, values: Any, axis: int, block: int) -> Shape:
     if scales.shape != wanted:
         raise GraphError(
             "the scales do not fit the values",
-            expected=f"{list(wanted)} for values of {list(values.shape)}, blocks of {block} along "
-            f"axis {axis}: the scales are in tiles of {_ROWS} by {_COLUMNS}",
-            got=str(list(scales.shape)),
-            fix="pass the scales that came with the values, and the same axis",
+            expected=f"{list(wanted)} in tiles of {_ROWS} by {_COLUMNS}, for {list(values.shape)}",
+            got=f"{list(scales.shape)}, blocks of {block} along axis {axis}",
         )
     return wanted
 

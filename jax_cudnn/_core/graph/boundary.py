@@ -55,9 +55,9 @@ def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
 def stored(tensor: Tensor) -> tuple[Shape, str]:
     """Shape and dtype of the XLA array for a tensor at the edge of a planned graph."""
     if tensor.dtype == FP4:
-        inner = _innermost(tensor)
-        halved = (size // 2 if i == inner else size for i, size in enumerate(tensor.shape))
-        return tuple(halved), "uint8"
+        shape = [*tensor.shape]
+        shape[_inner(tensor)] //= 2
+        return tuple(shape), "uint8"
     if tensor.dtype != "bool":
         return tensor.shape, tensor.dtype
     n, c, *spatial = tensor.shape
@@ -109,13 +109,13 @@ class Boundary:
         wide = widened(self._spec).input_tensors
         tensors = zip(self.clipped(operands), wide, self.planned.input_tensors, strict=True)
         found = ((x if own is t else _sent(x, t, own), own) for x, t, own in tensors)
-        return [_packed(x, own) if own.dtype == FP4 else x for x, own in found]
+        return [_packed(x, _inner(own)) if own.dtype == FP4 else x for x, own in found]
 
     def received(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of the graph, of what a plan has written; further ones are dropped."""
         wide, planned = widened(self._spec).output_tensors, self.planned.output_tensors
         fours = zip(results, planned, strict=True)
-        results = [_unpacked(y, t) if t.dtype == FP4 else y for y, t in fours]
+        results = [_unpacked(y, _inner(t)) if t.dtype == FP4 else y for y, t in fours]
         tensors = zip(results, planned, wide, strict=False)
         return [y if own is t else _received(y, own, t) for y, own, t in tensors]
 
@@ -154,23 +154,22 @@ def _sent(x: jax.Array, tensor: Tensor, planned: Tensor) -> jax.Array:
     return jnp.broadcast_to(x.astype(dtype), shape)
 
 
-def _innermost(tensor: Tensor) -> int:
+def _inner(tensor: Tensor) -> int:
     return tensor.order[-1] if tensor.order else len(tensor.shape) - 1
 
 
-def _packed(x: jax.Array, tensor: Tensor) -> jax.Array:
+def _packed(x: jax.Array, inner: int) -> jax.Array:
     """Values of 4 bits as bytes of two, the first one in the lower bits: XLA's arrays may take a
     byte for each, and its bit cast is defined either way."""
-    rows = jnp.moveaxis(x, _innermost(tensor), -1)
+    rows = jnp.moveaxis(x, inner, -1)
     pairs = rows.reshape(*rows.shape[:-1], -1, 2)
-    packed = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
-    return jnp.moveaxis(packed, -1, _innermost(tensor))
+    return jnp.moveaxis(jax.lax.bitcast_convert_type(pairs, jnp.uint8), -1, inner)
 
 
-def _unpacked(x: jax.Array, tensor: Tensor) -> jax.Array:
-    rows = jnp.moveaxis(x, _innermost(tensor), -1)
+def _unpacked(x: jax.Array, inner: int) -> jax.Array:
+    rows = jnp.moveaxis(x, inner, -1)
     pairs = jax.lax.bitcast_convert_type(rows, jnp.dtype(FP4))
-    return jnp.moveaxis(pairs.reshape(*rows.shape[:-1], -1), -1, _innermost(tensor))
+    return jnp.moveaxis(pairs.reshape(*rows.shape[:-1], -1), -1, inner)
 
 
 def _received(x: jax.Array, planned: Tensor, tensor: Tensor) -> jax.Array:

@@ -249,8 +249,8 @@ class GraphBuilder:
     def _say(self, tensor: GraphTensor, **attribute: Any) -> bool:
         """Whether the node of this result has an attribute that says something of it; sets it."""
         for i, call in enumerate(self._calls):
-            has = {f.name for f in fields(call.node)} >= {*attribute}
-            if has and call.outputs[0][1] == tensor.name:
+            own = call.outputs[0][1] == tensor.name
+            if own and {field.name for field in fields(call.node)} >= {*attribute}:
                 node = replace(call.node, **attribute)
                 try:
                     node.infer({port: self._tensors[name] for port, name in call.inputs})
