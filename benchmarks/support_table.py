@@ -33,6 +33,7 @@ def render(cases: Iterable[Case] | None = None) -> str:
 _FAMILIES = {
     "convolution": "convolutions and their gradients",
     "matmul": "matrix products",
+    "block_scaling": "block scaling",
     "attention.nodes": "attention",
     "attention.fp8": "attention in float8",
     "attention.mxfp8": "attention in MXFP8",

@@ -63,7 +63,7 @@ def _drawn(
         values = random.integers(least, 9, aval.shape)
     else:
         values = random.standard_normal(aval.shape, np.float32) * np.float32(scale)
-    if positive:
+    if positive or aval.dtype == jnp.float8_e8m0fnu:
         values = np.abs(values) + 0.25
     return jnp.asarray(values.astype(aval.dtype))
 
@@ -112,7 +112,8 @@ def _of_example(method: str, node: type[Node], number: int, example: Example) ->
 
 _IMAGE, _WEIGHT, _BIAS = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
 _A, _B = (1, 128, 256), (1, 256, 512)
-_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_E4M3, _E5M2, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+_E2M1 = "float4_e2m1fn"
 _SAME = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 
 
@@ -278,6 +279,28 @@ def matmul_product_of_rows(g, x, w):
 def matmul_and_its_largest_magnitude(g, x, w):
     y = g.matmul(x, w)
     return y, g.reduction(y, mode="AMAX")
+
+
+@case(((2, 128, 128), _E4M3), ((2, 128, 4), _E8M0), ((2, 128, 64), _E5M2), ((2, 4, 128), _E8M0))
+def matmul_mxfp8(g, a, a_scale, b, b_scale):
+    a = g.block_scale_dequantize(a, a_scale, block_size=[1, 32])
+    b = g.block_scale_dequantize(b, b_scale, block_size=[32, 1])
+    return g.matmul(a, b).set_data_type("bfloat16")
+
+
+@case(
+    ((1, 128, 64), _E2M1),
+    ((1, 128, 4), _E4M3),
+    ((1, 64, 128), _E2M1),
+    ((1, 4, 128), _E4M3),
+    ((1, 1, 1), "float32"),
+)
+def matmul_nvfp4_gelu_to_nvfp4(g, a, a_scale, b, b_scale, scale):
+    a = g.block_scale_dequantize(a, a_scale, block_size=[1, 16])
+    b = g.block_scale_dequantize(b.set_stride([64 * 128, 1, 64]), b_scale, block_size=[16, 1])
+    y = g.gelu_approx_tanh(g.matmul(a, b) * scale)
+    y, y_scale = g.block_scale_quantize(y, block_size=16, axis=2)
+    return {"y": y, "scale": y_scale}
 
 
 FUSIONS: tuple[Case, ...] = tuple(x for x in [*globals().values()] if isinstance(x, Case))

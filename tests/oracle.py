@@ -67,6 +67,42 @@ def _reduction(x, node):
     return REDUCTIONS[node.mode](x, axis=axes, keepdims=True)
 
 
+_SCALES = {32: (-127, 127, 0), 16: (-6, 8, 3)}  # least and largest exponents, bits of the mantissa
+
+
+def _block_scale_quantize(node, input):
+    """Scales are the least numbers of their format that keep each block in range."""
+    largest = float(jnp.finfo(node.out_data_type).max)
+    rows = input if node.axis == 2 else np.swapaxes(input, 1, 2)
+    *lead, size = rows.shape
+    room = np.zeros((*lead, -(-size // node.block_size) * node.block_size))
+    room[..., :size] = rows
+    most = np.abs(room.reshape(*lead, -1, node.block_size)).max(-1) / largest
+    low, high, bits = _SCALES[node.block_size]
+    exponent = np.frexp(most)[1] - 1
+    if node.block_size == 16:
+        step = 2.0 ** (np.clip(exponent, low, high) - bits)
+        scale = np.minimum(np.ceil(most / step) * step, 448)
+    else:
+        scale = 2.0 ** np.clip(np.ceil(np.log2(most)), low, high)
+    values = rows / np.repeat(scale, node.block_size, axis=-1)[..., :size]
+    count, blocks = scale.shape[1:]
+    m, n = -(-count // 128) * 128, -(-blocks // 4) * 4
+    flat = np.full((len(scale), m * n), 2.0**-127 if node.block_size == 32 else 0.0)
+    i, j = np.indices((count, blocks))
+    tile = (i // 128) * (n // 4) + j // 4
+    flat[:, tile * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4] = scale
+    shape = (m, n) if node.axis == 2 else (n, m)
+    values = values if node.axis == 2 else np.swapaxes(values, 1, 2)
+    return values, flat.reshape(-1, *shape)
+
+
+def _block_scale_dequantize(node, input, descale):
+    axis, block = (-1 if node.block_size[0] == 1 else -2), max(node.block_size)
+    each = oracle_attention.scales_of_blocks(descale[:, None], (1, *input.shape), axis, block)
+    return input * each[:, 0]
+
+
 def _groups(offsets, rows, experts):
     """The expert and the rows of each group."""
     starts = np.maximum.accumulate([0, *np.clip(np.ravel(offsets)[1:], 0, rows)]).astype(int)
@@ -101,6 +137,8 @@ def _grouped_bwd(node, doutput, token, first_token_offset):
 
 
 OPERATIONS = {
+    "block_scale_quantize": _block_scale_quantize,
+    "block_scale_dequantize": _block_scale_dequantize,
     **oracle_shapes.OPERATIONS,
     "matmul": lambda node, A, B: A @ B,
     "moe_grouped_matmul": _grouped,

@@ -156,7 +156,7 @@ def sdpa_fp8_backward(node, **arrays):
     return tuple({**scaled, **largest}[port] for port in node.results)
 
 
-def scales_of_blocks(scales, shape, axis):
+def scales_of_blocks(scales, shape, axis, block=32):
     """The factor of each element, found byte by byte in the order that cuDNN documents."""
     b, h, *sizes = scales.shape
     rows, blocks = sizes if axis == -1 else sizes[::-1]
@@ -164,7 +164,7 @@ def scales_of_blocks(scales, shape, axis):
     i, j = np.indices((rows, blocks))
     tile = (i // 128) * (blocks // 4) + j // 4
     at = tile * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
-    each = np.repeat(flat[:, :, at], 32, axis=-1)
+    each = np.repeat(flat[:, :, at], block, axis=-1)
     each = each if axis == -1 else np.swapaxes(each, 2, 3)
     return each[:, :, : shape[2], : shape[3]]
 

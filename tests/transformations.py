@@ -18,10 +18,10 @@ from jax_cudnn._core.primitive import bind
 SIZE = 3  # of the dimensions of vmap
 
 # Errors of whole results, relative to their norm. One rounding adds at most half a last place:
-# 2**-9 of bfloat16, 2**-12 of float16, 2**-4 and 2**-3 of the two float8. A first derivative has up
-# to three of them (residual, cotangent, result), a second one twice as many.
+# 2**-9 of bfloat16, 2**-12 of float16, 2**-4 and 2**-3 of the two float8, 2**-2 of float4. A first
+# derivative has up to three of them (residual, cotangent, result), a second one twice as many.
 TOLERANCES = {"float32": 2e-5, "float16": 2.5e-3, "bfloat16": 2e-2}
-TOLERANCES |= {"float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
+TOLERANCES |= {"float8_e4m3fn": 0.1, "float8_e5m2": 0.2, "float4_e2m1fn": 0.4}
 # On a GPU: exp, tanh, erf and powers (1e-5 is seen); products in TF32, whose operands are rounded
 # by up to 2**-11; and cuDNN's tan, off by 7e-3 beside its poles, whose cube derivatives have.
 FLOAT32_ON_GPU, TF32_ON_GPU, TAN_ON_GPU = 1e-4, 4e-3, 0.1
@@ -227,8 +227,8 @@ def tolerance(spec, on_gpu=False):
 
 def relative_error(got, want):
     """Of the whole array: the norm of the difference by that of what is wanted, in got's range:
-    results in float8 are its largest number where they are more."""
-    if str(got.dtype).startswith("float8"):
+    results in float8 and float4 are its largest number where they are more."""
+    if str(got.dtype).startswith(("float8", "float4")) and is_float(got):
         most = float(jnp.finfo(got.dtype).max)
         want = jnp.clip(want, -most, most)
     got, want = (np.asarray(x, np.float32).astype(np.float64) for x in (got, want))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import GraphError
-from .graph.dtypes import FP8, is_floating
+from .graph.dtypes import FP4, FP8, is_floating
 from .graph.spec import GraphSpec
 
 TF32_EPS = 2.0**-10
@@ -24,6 +24,7 @@ _ROUNDINGS = 4  # of the operands may explain a difference
 _MOST = 0.1  # that they may explain of a whole result; more is no comparison
 _FEW, _EDGES = 10_000, 1000  # one of so many floats, or roundings to integers, may be any value
 _SIZES = tuple(2.0**i for i in range(-10, 11))  # of errors that are counted
+_NARROW = (*FP8, FP4)
 _MOST_OF_FP8 = 0.5  # that one element may differ: eps of float8_e5m2 is 0.25
 _FINITE = 0.9  # of the elements of a reference, at least
 
@@ -162,7 +163,7 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
         found = Difference(largest([float(of.relative)]), largest([float(of.worst)]))
         limit, worst, bias = 0.0, 0.0, math.inf
         if floats:
-            narrow = tensor.dtype if tensor.dtype in FP8 else _narrowest(spec)
+            narrow = tensor.dtype if tensor.dtype in _NARROW else _narrowest(spec)
             few, limit = elements // _FEW, _limit(spec, narrow)
             worst = 4 * limit
             if narrow:  # a wrong scale is larger than the mean of many roundings
@@ -201,16 +202,16 @@ def wrong(spec: GraphSpec, given: Sequence[Figures], near: Callable[[], Sequence
 
 
 def _narrowest(spec: GraphSpec) -> str:
-    """The coarsest 8-bit float to which a graph rounds on its way; empty for none."""
+    """The coarsest float of 8 or 4 bits to which a graph rounds on its way; empty for none."""
     made = (spec.tensor(name).dtype for call in spec.calls for _, name in call.outputs)
-    return max({*made} & {*FP8}, key=_eps, default="")
+    return max({*made} & {*_NARROW}, key=_eps, default="")
 
 
 def _limit(spec: GraphSpec, narrow: str) -> float:
-    """The tolerance of a result of a graph; ``narrow`` is an 8-bit float to which it is rounded, or
-    empty."""
+    """The tolerance of a result of a graph; ``narrow`` is a float of 8 or 4 bits, to which it is
+    rounded, or empty."""
     least = least_eps(spec)
-    halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in FP8)
+    halves = (t.dtype for t in spec.tensors if is_floating(t.dtype) and t.dtype not in _NARROW)
     coarsest = 2 * max(least, *map(_eps, halves), 0.0)
     return max(coarsest, _eps(narrow)) if narrow else coarsest
 

@@ -170,8 +170,12 @@ class _Copy:
     def _operand(self, tensor: Any, method: str, port: str) -> Any:
         if tensor.uid in self._made:
             return self._made[tensor.uid]
-        if "mxfp8" not in method:  # it reorders scales itself
+        tiled = (method, port) == ("block_scale_dequantize", "descale")
+        if not tiled and "mxfp8" not in method:  # it reorders scales itself
             refuse_reordered(tensor.reordering_type)
+        if tiled and getattr(tensor.reordering_type, "name", "NONE") == "NONE":
+            expected = "reordering_type=cudnn.tensor_reordering.F8_128x4 of descale"
+            raise GraphError("the scales of blocks are not in tiles", expected=expected, got="NONE")
         if tensor.pass_by_value is not None:
             return tensor.pass_by_value
         words = port in ("dropout_1", "dropout_2")
@@ -182,7 +186,7 @@ class _Copy:
             name=tensor.name,
             uid=tensor.uid,
         )
-        if tensor.stride_assigned and not words:
+        if tensor.stride_assigned and not (words or tiled):  # tiles are in a row
             made.set_stride(tensor.stride)
         self._became(tensor, made)
         self._place(made, tensor, method)

@@ -50,7 +50,7 @@ def refuse_reordered(reordering_type: Any) -> None:
             "tensors of a Graph do not support reordering_type",
             got=str(reordering_type),
             why="strides describe the memory order of XLA's arrays",
-            fix="jax_cudnn.ops.quantize_mxfp8 reorders the scales of blocks",
+            fix="leave it out: scales of blocks are in the order F8_128x4, as of quantize_mxfp8",
         )
 
 

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 _FAMILIES += [
     f"{__name__}.{family}"
-    for family in "movement pointwise pooling reduction slicing attention matmul convolution "
-    "normalization".split()
+    for family in "movement pointwise pooling reduction slicing attention block_scaling matmul "
+    "convolution normalization".split()
 ]
 _VALUES |= {
     "ops.attention.fp8_tangent": "Bounds QuantizeGradient Quantize",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Dims, Shape
-from .._core.graph.dtypes import E8M0, NUMBERS
+from .._core.graph.dtypes import E8M0, FP4, NUMBERS
 from .._core.graph.node import LEAD, Algebra, Fold, Node, choice, frozen, int_tuple, matched
 from .._core.graph.planned import XLA_ONLY, About, Example
 from .._core.rules import Derivation, Tensor, Tensors, Values
@@ -28,7 +28,7 @@ class Movement(Node):
 
     algebra = Algebra(moves=True)
     xla_only = XLA_ONLY
-    dtypes = (*NUMBERS, E8M0, "bool")
+    dtypes = (*NUMBERS, E8M0, FP4, "bool")
     about = About(
         requires="runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on "
         "Hopper; older versions do not have the operation",

@@ -17,6 +17,7 @@ from .scaling import E4M3, fp8_name, largest
 BLOCK = 32
 """Consecutive elements that share a scale."""
 _ROWS, _COLUMNS = 128, 4  # of a tile of scales
+_TILE = _ROWS * _COLUMNS  # with a dimension of this size, axes are sharded in whole tiles only
 _BIAS = 127  # of the exponents
 _NAN = 255  # the code of NaN
 
@@ -25,13 +26,13 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def scales_shape(shape: Shape, axis: int) -> Shape:
-    """The shape of the scales of (B, H, S, D) for blocks along D (-1) or S (-2): the number of
+def scales_shape(shape: Shape, axis: int, block: int = BLOCK) -> Shape:
+    """The shape of the scales of (..., S, D) for blocks along D (-1) or S (-2): the number of
     blocks replaces that dimension, and both are rounded up to whole tiles."""
-    b, h, s, d = shape
+    *lead, s, d = shape
     if axis == -1:
-        return b, h, _up(s, _ROWS), _up(-(-d // BLOCK), _COLUMNS)
-    return b, h, _up(-(-s // BLOCK), _COLUMNS), _up(d, _ROWS)
+        return *lead, _up(s, _ROWS), _up(-(-d // block), _COLUMNS)
+    return *lead, _up(-(-s // block), _COLUMNS), _up(d, _ROWS)
 
 
 def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax.Array, jax.Array]:
@@ -67,17 +68,10 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     x = floating("x", x).astype(jnp.float32)
     name = fp8_name("dtype", dtype)
     _check_blocks(x, axis)
-    rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
-    *lead, count, size = rows.shape
-    filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
-    blocks = filled.reshape(*lead, count, filled.shape[3] // BLOCK, BLOCK)
-    most = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
-    exponent = _exponent(most / largest(name))
-    values = rounded(blocks * _power(-exponent)[..., None], name)
-    values = values.reshape(filled.shape)[..., :size]
-    codes = jnp.where(jnp.isfinite(most), exponent + _BIAS, _NAN).astype(jnp.uint8)
-    values = values if axis == -1 else jnp.swapaxes(values, 2, 3)
-    return values, _swizzled(codes, scales_shape(x.shape, axis))
+    blocks, most = blocks_of(x, axis, BLOCK)
+    factor, codes = powers(most, name)
+    values = rounded(without_blocks(blocks * factor[..., None], x.shape, axis), name)
+    return values, scales_of(codes, axis)
 
 
 def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> jax.Array:
@@ -102,19 +96,9 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
         3.0
     """
     _check_blocks(values, axis)
-    wanted = scales_shape(values.shape, axis)
-    if scales.shape != wanted or str(scales.dtype) != E8M0:
-        raise (GraphError if scales.shape != wanted else GraphTypeError)(
-            "the scales do not fit the values",
-            expected=f"{E8M0}{list(wanted)}, for blocks along axis {axis}",
-            got=f"{scales.dtype}{list(scales.shape)}",
-            fix="pass the scales from quantize_mxfp8 and the same axis",
-        )
-    rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
-    *_, count, size = rows.shape
-    factor = _unswizzled(scales.astype(jnp.float32), axis)[:, :, :count, : -(-size // BLOCK)]
-    found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
-    return found if axis == -1 else jnp.swapaxes(found, 2, 3)
+    if str(scales.dtype) != E8M0:
+        raise GraphTypeError("the scales have a wrong dtype", expected=E8M0, got=str(scales.dtype))
+    return dequantized(values.astype(jnp.float32), scales.astype(jnp.float32), axis)
 
 
 def _check_blocks(x: jax.Array, axis: Any) -> None:
@@ -127,10 +111,11 @@ def _check_blocks(x: jax.Array, axis: Any) -> None:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """The smallest representable n with x <= 2**n; -127 for 0."""
-    mantissa, exponent = jnp.frexp(x)
-    least = exponent - (mantissa == 0.5)
-    return jnp.clip(jnp.where(x > 0, least, -_BIAS), -_BIAS, _BIAS)
+    """The smallest representable n with x <= 2**n; -127 for 0. By bits, as JAX's frexp is one
+    operation through which no axis is followed."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    least = ((bits + 0x7FFFFF) >> 23) - _BIAS
+    return jnp.clip(jnp.where(bits > 0x400000, least, -_BIAS), -_BIAS, _BIAS)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
@@ -138,19 +123,61 @@ def _power(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
-def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
-    """Codes (B, H, rows, blocks) in the order of tiles, reshaped."""
-    b, h, rows, blocks = codes.shape
+def blocks_of(x: jax.Array, axis: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks of (..., S, D) along D (-1) or S (-2), as (..., rows, blocks, block) filled with
+    zeros; and the largest absolute value of each."""
+    rows = x if axis == -1 else jnp.swapaxes(x, -1, -2)
+    *lead, size = rows.shape
+    filled = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, _up(size, block) - size)])
+    blocks = filled.reshape(*lead, filled.shape[-1] // block, block)
+    return blocks, jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+
+
+def without_blocks(blocks: jax.Array, shape: Shape, axis: int) -> jax.Array:
+    """The inverse of :func:`blocks_of`."""
+    *lead, count, block = blocks.shape
+    rows = blocks.reshape(*lead, count * block)[..., : shape[axis]]
+    return rows if axis == -1 else jnp.swapaxes(rows, -1, -2)
+
+
+def powers(most: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """For blocks with these largest absolute values the factor that brings them into the range of
+    a dtype, and the codes of its inverse in float8_e8m0fnu."""
+    exponent = _exponent(most / largest(dtype))
+    codes = jnp.where(jnp.isfinite(most), exponent + _BIAS, _NAN).astype(jnp.uint8)
+    return _power(-exponent), codes
+
+
+def scales_of(codes: jax.Array, axis: int, dtype: str = E8M0) -> jax.Array:
+    """Codes of 8 bits (..., rows, blocks) as scales in tiles."""
+    *lead, rows, blocks = codes.shape
     m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
-    filled = jnp.pad(codes, ((0, 0), (0, 0), (0, m - rows), (0, n - blocks)))
-    tiles = filled.reshape(b, h, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
-    ordered = tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(shape)
-    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(E8M0))
+    filled = jnp.pad(codes, (*[(0, 0)] * len(lead), (0, m - rows), (0, n - blocks)))
+    parts = filled.reshape(*lead, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
+    tiles = jnp.swapaxes(parts, -4, -2).reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    ordered = tiles.reshape(*lead, m, n) if axis == -1 else tiles.reshape(*lead, n, m)
+    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(dtype))
 
 
-def _unswizzled(scales: jax.Array, axis: int) -> jax.Array:
-    """The scales of blocks along an axis, as (B, H, rows, blocks)."""
-    b, h, *sizes = scales.shape
-    m, n = sizes if axis == -1 else sizes[::-1]
-    tiles = scales.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
-    return tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(b, h, m, n)
+def fitting_scales(scales: Any, values: Any, axis: int, block: int) -> Shape:
+    """The shape of the scales of values; GraphError if they have another."""
+    wanted = scales_shape(values.shape, axis, block)
+    if scales.shape != wanted:
+        raise GraphError(
+            "the scales do not fit the values",
+            expected=f"{list(wanted)} in tiles of {_ROWS} by {_COLUMNS}, for {list(values.shape)}",
+            got=f"{list(scales.shape)}, blocks of {block} along axis {axis}",
+        )
+    return wanted
+
+
+def dequantized(values: jax.Array, scales: jax.Array, axis: int, block: int = BLOCK) -> jax.Array:
+    """Values times the scales of their blocks, which are in tiles."""
+    wanted = fitting_scales(scales, values, axis, block)
+    *lead, m, n = wanted if axis == -1 else (*wanted[:-2], *wanted[:-3:-1])
+    tiles = scales.reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    parts = tiles.reshape(*lead, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    rows = jnp.swapaxes(parts, -4, -2).reshape(*lead, m, n)
+    each = jnp.repeat(rows, block, axis=-1)
+    each = each if axis == -1 else jnp.swapaxes(each, -1, -2)
+    return values * each[..., : values.shape[-2], : values.shape[-1]]

@@ -71,6 +71,7 @@ def test_every_node_and_dtype_occurs_and_nothing_is_in_vain(many):
     assert {len(graph.spec.calls) for graph in many} == {*range(LEAST, MOST + 1)}
     tensors = [tensor for graph in many for tensor in graph.spec.tensors]
     dtypes = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+    dtypes |= {"float8_e8m0fnu", "float4_e2m1fn"}
     assert {tensor.dtype for tensor in tensors} == dtypes | {"bool", "int8", "uint8", "int32"}
     assert {len(tensor.shape) for tensor in tensors} == {1, 2, 3, 4, 5}
     assert any(tensor.order for tensor in tensors)

@@ -19,6 +19,8 @@ run in XLA use the original shapes.
 eight channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a
 boolean at the edge of a planned graph is always a bit mask.
 
+**Values of 4 bits** are packed by XLA, two in a byte along the innermost dimension.
+
 **Integers that index other operands** (offsets, lengths, pages; ``Indices``) are clipped to
 their bounds before every call, because a plan would access other memory with wrong ones.
 """
@@ -34,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from .dims import Shape
+from .dtypes import FP4
 from .merging import is_reread, merged, reread, widened
 from .node import Node
 from .planned import MATRICES, Edge, Planned
@@ -51,6 +54,10 @@ def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
 
 def stored(tensor: Tensor) -> tuple[Shape, str]:
     """Shape and dtype of the XLA array for a tensor at the edge of a planned graph."""
+    if tensor.dtype == FP4:
+        shape = [*tensor.shape]
+        shape[_inner(tensor)] //= 2
+        return tuple(shape), "uint8"
     if tensor.dtype != "bool":
         return tensor.shape, tensor.dtype
     n, c, *spatial = tensor.shape
@@ -101,11 +108,14 @@ class Boundary:
         """What a plan reads for the operands of the graph."""
         wide = widened(self._spec).input_tensors
         tensors = zip(self.clipped(operands), wide, self.planned.input_tensors, strict=True)
-        return [x if own is t else _sent(x, t, own) for x, t, own in tensors]
+        found = ((x if own is t else _sent(x, t, own), own) for x, t, own in tensors)
+        return [_packed(x, _inner(own)) if own.dtype == FP4 else x for x, own in found]
 
     def received(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of the graph, of what a plan has written; further ones are dropped."""
         wide, planned = widened(self._spec).output_tensors, self.planned.output_tensors
+        fours = zip(results, planned, strict=True)
+        results = [_unpacked(y, _inner(t)) if t.dtype == FP4 else y for y, t in fours]
         tensors = zip(results, planned, wide, strict=False)
         return [y if own is t else _received(y, own, t) for y, own, t in tensors]
 
@@ -142,6 +152,24 @@ def _sent(x: jax.Array, tensor: Tensor, planned: Tensor) -> jax.Array:
         x = reread(jnp.broadcast_to(x, tensor.shape), tensor, planned)
     shape, dtype = stored(planned)
     return jnp.broadcast_to(x.astype(dtype), shape)
+
+
+def _inner(tensor: Tensor) -> int:
+    return tensor.order[-1] if tensor.order else len(tensor.shape) - 1
+
+
+def _packed(x: jax.Array, inner: int) -> jax.Array:
+    """Values of 4 bits as bytes of two, the first one in the lower bits: XLA's arrays may take a
+    byte for each, and its bit cast is defined either way."""
+    rows = jnp.moveaxis(x, inner, -1)
+    pairs = rows.reshape(*rows.shape[:-1], -1, 2)
+    return jnp.moveaxis(jax.lax.bitcast_convert_type(pairs, jnp.uint8), -1, inner)
+
+
+def _unpacked(x: jax.Array, inner: int) -> jax.Array:
+    rows = jnp.moveaxis(x, inner, -1)
+    pairs = jax.lax.bitcast_convert_type(rows, jnp.dtype(FP4))
+    return jnp.moveaxis(pairs.reshape(*rows.shape[:-1], -1), -1, inner)
 
 
 def _received(x: jax.Array, planned: Tensor, tensor: Tensor) -> jax.Array:

@@ -221,6 +221,7 @@ class GraphBuilder:
                 where=user_line(),
             )
         self._unused(tensor, "set_data_type")
+        self._say(tensor, out_data_type=dtype)
         self._typed.add(tensor.name)
         self._change(tensor, dtype=dtype)
         return tensor
@@ -239,27 +240,30 @@ class GraphBuilder:
         if dim == tensor.shape:
             return tensor
         self._unused(tensor, "set_dim")
-        index = next(
-            (i for i, c in enumerate(self._calls) if tensor.name in dict(c.outputs).values()), None
-        )
-        call = None if index is None else self._calls[index]
-        if call is None or "out_dims" not in {f.name for f in fields(call.node)}:
+        if not self._say(tensor, out_dims=dim):
             raise GraphError(
                 f"the shape of {tensor.name} follows from its inputs",
                 expected=str(list(tensor.shape)),
                 got=f"set_dim({list(dim)})",
                 where=user_line(),
             )
-        node = replace(call.node, out_dims=dim)  # pyright: ignore[reportCallIssue]
-        try:
-            node.infer({port: self._tensors[name] for port, name in call.inputs})
-        except JaxCudnnError as error:
-            error.where = error.where or user_line()
-            raise
-        assert index is not None
-        self._calls[index] = replace(call, node=node)
         self._change(tensor, shape=dim)
         return tensor
+
+    def _say(self, tensor: GraphTensor, **attribute: Any) -> bool:
+        """Whether the node of this result has an attribute that says something of it; sets it."""
+        for i, call in enumerate(self._calls):
+            own = call.outputs[0][1] == tensor.name
+            if own and {field.name for field in fields(call.node)} >= {*attribute}:
+                node = replace(call.node, **attribute)
+                try:
+                    node.infer({port: self._tensors[name] for port, name in call.inputs})
+                except JaxCudnnError as error:
+                    error.where = error.where or user_line()
+                    raise
+                self._calls[i] = replace(call, node=node)
+                return True
+        return False
 
     def _change(self, tensor: GraphTensor, **changes: Any) -> None:
         name = tensor.name

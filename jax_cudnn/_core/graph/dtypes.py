@@ -21,6 +21,7 @@ TO_CUDNN = {
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
     "float8_e8m0fnu": "FP8_E8M0",
+    "float4_e2m1fn": "FP4_E2M1",
     "int8": "INT8",
     "uint8": "UINT8",
     "int32": "INT32",
@@ -38,6 +39,8 @@ FLOATS = (*CUDNN_FLOATS, "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 E8M0 = "float8_e8m0fnu"
 """Powers of two: the scales of blocks, in no arithmetic."""
+FP4 = "float4_e2m1fn"
+"""Values of blocks, in no arithmetic. cuDNN packs two into a byte."""
 INTEGERS = ("int8", "uint8", "int32", "int64")
 NUMBERS = (*FLOATS, *FP8, *INTEGERS)
 PRODUCTS = (*FLOATS, *FP8, "int8")
@@ -80,7 +83,7 @@ def itemsize(dtype: str) -> int:
 
 
 def is_floating(dtype: str) -> bool:
-    return dtype in FLOATS or dtype in FP8
+    return dtype in FLOATS or dtype in FP8 or dtype == FP4
 
 
 def wide_dtype(*arrays: Any) -> np.dtype:

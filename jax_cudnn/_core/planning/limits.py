@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 
 from ..graph import planned
 from ..graph.dims import Shape
+from ..graph.dtypes import FP4
 from ..graph.layout import layout
 from ..graph.merging import is_split
 from ..graph.spec import FLOAT64, Call, GraphSpec
@@ -49,6 +50,9 @@ def _never(spec: GraphSpec) -> _Found:
         yield "shape", "a tensor has no elements (under jit XLA runs such a graph)"
     if spec.has_float64:
         yield "dtype", FLOAT64
+    for call, tensors in spec.at_ports:
+        if not hasattr(call.node, "block_size") and any(t.dtype == FP4 for t in tensors.values()):
+            yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:
             yield call.name, call.node.about.requires

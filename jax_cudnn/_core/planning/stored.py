@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..graph import record
 from ..graph.boundary import boundary
-from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
+from ..graph.dtypes import FP4, FROM_CUDNN, cudnn_name, itemsize
 from ..graph.layout import layout
 from ..graph.record import checked
 from ..graph.spec import GraphSpec
@@ -256,7 +256,8 @@ def _least(tensor: dict[str, Any]) -> int:
     if dtype is None or not regular or "isRagged" in tensor:
         return 0
     last = sum((dim - 1) * step for dim, step in zip(tensor["dim"], tensor["stride"], strict=True))
-    return -(-(last + 1) * (1 if dtype == "bool" else 8 * itemsize(dtype)) // 8)
+    bits = {"bool": 1, FP4: 4}.get(dtype) or 8 * itemsize(dtype)
+    return -(-(last + 1) * bits // 8)
 
 
 def _listed(operations: Any) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -136,7 +136,8 @@ class Matmul(Node):
             # Measured on an H200 with cuDNN 9.19: operands beyond the edge of a matrix count as 0,
             # which becomes an infinity here, and infinity times another 0 makes the result NaN.
             return Reason(f"{singular[0].name} computes an operand and is not finite at 0")
-        whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1]
+        tiled = {n for call in graph.calls for port, n in call.inputs if port == "descale"}
+        whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1 and t.name not in tiled]
         rows = [t.shape[-1] * itemsize(t.dtype) for t in whole]
         if computed and any(size % _ALIGNED for size in rows):
             # Measured on an H200 with cuDNN 9.19: wrong results with rows of 12 bytes.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..._core.graph.builder import register
 from ..._core.graph.dims import Dims
+from ..._core.graph.dtypes import FP4
 from ..._core.graph.planned import About, Example
 from ..._core.reasons import Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Values
@@ -31,6 +32,7 @@ class Identity(Pointwise):
     """
 
     method = "identity"
+    dtypes = (*Pointwise.dtypes, FP4)
     algebra = Pointwise.algebra._replace(chooses=True)
     ports = Dims.parse("input: ... -> OUT_0: ...")
     about = About(jax_names=("positive",))
