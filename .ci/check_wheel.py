@@ -20,11 +20,11 @@ assert not sources, sources
 strangers = [name for name in names if not name.startswith(("jax_cudnn/", "jax_cudnn-"))]
 assert not strangers, strangers
 size = Path(wheel).stat().st_size
-assert size < 805_000, f"{size} bytes"
+assert size < 815_000, f"{size} bytes"
 package = Path(__file__).parents[1] / "jax_cudnn"
 written = [p for p in package.rglob("*") if p.suffix in (".py", ".cc", ".h", ".c")]
 lines = sum(len(path.read_text().splitlines()) for path in written)
-assert lines < 47_700, f"{lines} lines of Python and C++"
+assert lines < 48_000, f"{lines} lines of Python and C++"
 tests = sum(len(p.read_text().splitlines()) for p in package.with_name("tests").rglob("*.py"))
-assert tests < 30_150, f"{tests} lines of tests"
+assert tests < 30_700, f"{tests} lines of tests"
 print(f"{size} bytes; {lines} lines in the package")
