@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,10 @@ _KNOWN = "32 values of float8 or float4 with float8_e8m0fnu, or 16 of float4 wit
 class BlockScaling(Node):
     """The common base of both nodes."""
 
-    scaled = ("", "")  # the ports of values and of their scales
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The axis of the blocks, -1 or -2, and the number of values in each."""
-        raise NotImplementedError
+    scaled: ClassVar[tuple[str, str]]
+    """The ports of values and of their scales."""
+    blocks: ClassVar[Any]
+    """The axis of the blocks, -1 or -2, and the number of values in each; by the attributes."""
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         yield Fold(dict.fromkeys(tensors, 0))

@@ -276,7 +276,7 @@ def _with_residuals(
     narrow, factors = _narrow(operands, scales)
     narrow_out, stats, amax = kind.run(FORWARD, narrow, factors, lengths, keep=True)
     out = _wide(narrow_out, scales, operands[0].dtype)
-    largest = {} if scaling is None else {"o": amax}
+    largest = {"o": amax}
     if scaling is not None:
         largest |= {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)}
     kept = [*narrow, narrow_out] if kind.fp8_backward else [*operands, out]
