@@ -22,6 +22,8 @@ _ROWS = 128
 """Tokens of a block are a multiple of this: products are slow with odd sizes."""
 
 
+_EXACT = 64.0
+"""Float32 holds the exponentials of all logits that matter if their sum's logarithm is below it."""
 _UP = 2.0**10
 """In float16, derivatives by logits are multiplied by it for the products: many would be 0."""
 
@@ -33,8 +35,10 @@ class _Loss(NamedTuple):
     smoothing: float
     z_loss: float
     element_type: Any
+    wide: Any  # of sums, losses and gradients of the weight
     precision: Any
     block: int | None
+    devices: int
 
 
 def linear_cross_entropy(
@@ -79,8 +83,9 @@ def linear_cross_entropy(
         ignore_index: tokens with this label have the loss 0 and no gradient.
         reduction: ``"mean"`` over the tokens that are not ignored (0 if there are none),
             ``"sum"``, or ``"none"`` for the loss of each token.
-        block_size: the most tokens of a block; by default as many as have 2**27 logits. Programs
-            with symbolic sizes, for ``jax.export``, have one block.
+        block_size: the most tokens of a block; by default as many as have 2**27 logits for each
+            device of the operands' mesh. Programs with symbolic sizes, for ``jax.export``, have one
+            block.
         preferred_element_type: the dtype in which the product returns logits; by default that of
             the operands. float32 rounds less, and takes twice the memory and more time.
         precision: as in ``jnp.matmul``.
@@ -116,8 +121,10 @@ def linear_cross_entropy(
     kept = None if ignore_index is None else labels != ignore_index
     if kept is not None:  # what it holds may be NaN
         hidden = jnp.where(kept[..., None], hidden, 0)
-    block = _block(math.prod(labels.shape), weight.shape[1], block_size)
-    loss = _Loss(softcap, label_smoothing, z_loss, dtype, precision, block)
+    devices = _devices(hidden, weight, labels)
+    block = _block(math.prod(labels.shape), weight.shape[1], block_size, devices)
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    loss = _Loss(softcap, label_smoothing, z_loss, dtype, wide, precision, block, devices)
 
     def run(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> jax.Array:
         tokens = math.prod(labels.shape)
@@ -135,12 +142,21 @@ def linear_cross_entropy(
     return automatic(hidden, weight, bias, labels, kept)
 
 
-def _block(tokens: Any, vocabulary: Any, most: int | None) -> int | None:
+def _devices(*arrays: jax.Array) -> int:
+    """Over how many devices axes that are not manual may spread the arrays."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return max(
+        math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+        for mesh in meshes
+    )
+
+
+def _block(tokens: Any, vocabulary: Any, most: int | None, devices: int) -> int | None:
     """How many tokens a block has; None: all."""
     if not (isinstance(tokens, int) and isinstance(vocabulary, int)):  # symbolic
         return None
     if most is None:
-        count = -(-tokens // max(BLOCK // max(vocabulary, 1), _ROWS))
+        count = -(-tokens // max(BLOCK * devices // max(vocabulary, 1), _ROWS))
         count = 1 << max(count - 1, 0).bit_length()  # it often divides the tokens
         block = -(-tokens // count)
         block = -(-block // _ROWS) * _ROWS
@@ -201,16 +217,17 @@ def _in_blocks(
     )
 
 
-def _logits(hidden: jax.Array, weight: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
-    """Before the softcap, in the type of the sums."""
-    logits = jnp.matmul(
+def _product(hidden: jax.Array, weight: jax.Array, loss: _Loss) -> jax.Array:
+    return jnp.matmul(
         hidden, weight, precision=loss.precision, preferred_element_type=loss.element_type
-    ).astype(_wide(hidden))
-    return logits if bias is None else logits + bias.astype(logits.dtype)
+    )
 
 
-def _wide(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+def _logits(product: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
+    """In the type of the sums, with the softcap."""
+    logits = product.astype(loss.wide)
+    logits = logits if bias is None else logits + bias.astype(loss.wide)
+    return loss.softcap * jnp.tanh(logits / loss.softcap) if loss.softcap else logits
 
 
 def _zeros(labels: jax.Array, like: jax.Array) -> jax.Array:
@@ -218,43 +235,72 @@ def _zeros(labels: jax.Array, like: jax.Array) -> jax.Array:
     return (labels[:, None] * 0).astype(like.dtype)
 
 
-def _parts(logits: jax.Array, labels: jax.Array, loss: _Loss) -> tuple[jax.Array, jax.Array]:
-    """The loss of each token, and its derivative by the logits."""
-    cap, a, z, size = loss.softcap, loss.smoothing, loss.z_loss, logits.shape[1]
-    capped = cap * jnp.tanh(logits / cap) if cap else logits
-    most = lax.stop_gradient(capped.max(axis=1, initial=-jnp.inf))
-    lse = most + jnp.log(jnp.exp(capped - most[:, None]).sum(axis=1))
-    hit = labels[:, None] == jnp.arange(size, dtype=labels.dtype)
-    picked = jnp.where(hit, capped, _zeros(labels, capped)).sum(axis=1)
-    picked = jnp.where((labels >= 0) & (labels < size), picked, jnp.nan)
-    losses = lse - (1 - a) * picked + z * jnp.square(lse)
-    losses = losses - a * capped.mean(axis=1) if a else losses
-    slopes = (1 + 2 * z * lse[:, None]) * jnp.exp(capped - lse[:, None])
-    slopes = slopes - (1 - a) * hit - (a / size if a else 0)
-    return losses, slopes * (1 - jnp.square(capped / cap)) if cap else slopes
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _of_logits(logits: jax.Array, labels: jax.Array, loss: _Loss) -> jax.Array:
-    return _parts(logits, labels, loss)[0]
+def _normalizers(product: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
+    """The logarithms of the sums of exponentials, (B,).
+
+    On one device the largest logits are subtracted only where a sum needs it: that takes a pass
+    over all logits. Several devices would have to agree on this.
+    """
+
+    def scaled() -> jax.Array:
+        logits = _logits(product, bias, loss)
+        most = logits.max(axis=1, initial=-jnp.inf)
+        return most + jnp.log(jnp.exp(logits - most[:, None]).sum(axis=1))
+
+    if loss.devices > 1:
+        return scaled()
+    plain = jnp.log(jnp.exp(_logits(product, bias, loss)).sum(axis=1))
+    return lax.cond((jnp.abs(plain) < _EXACT).all(), lambda: plain, scaled)
 
 
-@_of_logits.defjvp
-def _of_logits_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
-    logits, labels = primals
-    losses, slopes = _parts(logits, labels, loss)
-    return losses, (slopes * tangents[0]).sum(axis=1)
+@_normalizers.defjvp
+def _normalizers_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
+    lse = _normalizers(*primals, loss)
+    logits, tangent = jax.jvp(lambda *x: _logits(*x, loss), primals, tangents)
+    weights = jnp.exp(logits - lse[:, None])
+    return lse, (weights * tangent).sum(axis=1) / weights.sum(axis=1)
+
+
+def _parts(
+    product: jax.Array, bias: Any, labels: jax.Array, loss: _Loss
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each token, and its derivative by the logits before the softcap."""
+    cap, a, z, size = loss.softcap, loss.smoothing, loss.z_loss, product.shape[1]
+    logits, lse = _logits(product, bias, loss), _normalizers(product, bias, loss)
+    column = labels[:, None]
+    picked = jnp.take_along_axis(product, column, 1, mode="fill", fill_value=jnp.nan)[:, 0]
+    its_bias = None if bias is None else bias.at[labels].get(mode="clip")
+    picked = jnp.where(labels < 0, jnp.nan, _logits(picked, its_bias, loss))
+    losses = lse - (1 - a) * picked + z * jnp.square(lse)
+    losses = losses - a * logits.mean(axis=1) if a else losses
+    hit = column == jnp.arange(size, dtype=labels.dtype)
+    slopes = (1 + 2 * z * lse[:, None]) * jnp.exp(logits - lse[:, None])
+    slopes = slopes - (1 - a) * hit - (a / size if a else 0)
+    return losses, slopes * (1 - jnp.square(logits / cap)) if cap else slopes
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _of_product(product: jax.Array, bias: Any, labels: jax.Array, loss: _Loss) -> jax.Array:
+    return _parts(product, bias, labels, loss)[0]
+
+
+@_of_product.defjvp
+def _of_product_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
+    losses, slopes = _parts(*primals, loss)
+    tangent = _logits(*tangents[:2], loss._replace(softcap=None))  # the sum of both
+    return losses, (slopes * tangent).sum(axis=1)
 
 
 def _losses(
     hidden: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, kept: Any, loss: _Loss
 ) -> jax.Array:
     """The loss of each token."""
-    wide, narrow = weight.astype(_wide(weight)), weight.dtype  # gradients add up in float32
+    wide, narrow = weight.astype(loss.wide), weight.dtype  # gradients add up in float32
 
     def run(_: None, block: Any) -> tuple[None, jax.Array]:
         hidden, labels, kept = block
-        found = _of_logits(_logits(hidden, wide.astype(narrow), bias, loss), labels, loss)
+        found = _of_product(_product(hidden, wide.astype(narrow), loss), bias, labels, loss)
         return None, jnp.where(kept, found, 0)
 
     return _in_blocks(run, None, loss, (hidden, labels, kept), ())[1]
@@ -268,10 +314,10 @@ def _total(
 
     def run(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         hidden, labels, kept = block
-        found = _of_logits(_logits(hidden, weight, bias, loss), labels, loss)
+        found = _of_product(_product(hidden, weight, loss), bias, labels, loss)
         return total + jnp.where(kept, found, 0).sum(), None
 
-    start = jnp.zeros((), _wide(hidden))
+    start = jnp.zeros((), loss.wide)
     return _in_blocks(run, start, loss, (hidden, labels, kept), (weight, bias))[0]
 
 
@@ -279,7 +325,7 @@ def _total(
 def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     """All gradients in one pass, times the tangents: in reverse mode JAX turns this around."""
     hidden, weight, bias, labels, kept = primals
-    wide = _wide(hidden)
+    wide = loss.wide
     scale = _UP if hidden.dtype == jnp.float16 else 1
     product: Any = functools.partial(
         lax.dot_general, precision=loss.precision, preferred_element_type=wide
@@ -288,7 +334,7 @@ def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     def run(sums: Any, block: Any) -> Any:
         hidden, labels, kept = block
         total, by_weight, by_bias = sums
-        losses, slopes = _parts(_logits(hidden, weight, bias, loss), labels, loss)
+        losses, slopes = _parts(_product(hidden, weight, loss), bias, labels, loss)
         slopes = jnp.where(kept[:, None], slopes, _zeros(labels, slopes))
         narrow = (slopes * scale).astype(hidden.dtype)
         by_hidden = product(narrow, weight, (((1,), (1,)), ((), ()))) / scale

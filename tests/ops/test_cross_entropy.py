@@ -63,6 +63,7 @@ TRANSFORMATIONS = {
     "hvp": lambda f: lambda *x: jax.jvp(jax.grad(f, (0, 1, 2)), x, x)[1],
     "grad of grad": second,
     "vmap": lambda f: lambda h, *x: jax.vmap(jax.grad(f), (0, None, None))(jnp.stack([h, -h]), *x),
+    "vmap of grad of grad": lambda f: lambda *x: jax.vmap(second(f))(*(y[None] for y in x)),
     "remat": lambda f: jax.grad(jax.checkpoint(f), (0, 1, 2)),
 }  # fmt: skip
 
@@ -195,13 +196,57 @@ def test_in_shard_map_with_several_blocks():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), found, want)
 
 
+@pytest.mark.parametrize("transformation", ["value", "grad", "hvp", "vmap of grad of grad"])
+@pytest.mark.parametrize(
+    ("factor", "shift"), [(1, 1000), (1, -1000), (1, 3e4), (500, 0), (2e3, 0)], ids=str
+)
+def test_logits_of_any_size(factor, shift, transformation):
+    """The sums of some tokens, or of all, overflow or vanish without their largest logits."""
+    with jax.enable_x64(True):
+        (hidden, weight, bias), labels = operands()
+        hidden, bias = hidden.at[0, 4].multiply(factor), bias + shift
+        if transformation in ("value", "grad"):  # tangents of the others would be infinite, too
+            bias = bias.at[3].set(-jnp.inf)
+        labels = jnp.where(labels == 3, 4, labels)
+
+        def ours(*x):
+            return loss(*x[:2], labels, bias=x[2], ignore_index=-1)
+
+        def plain(*x):
+            logits = x[0] @ x[1] + x[2]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.abs(labels))
+            return reduced(jnp.where(labels == -1, 0, losses), labels, "mean")
+
+        transform = TRANSFORMATIONS[transformation]
+        found, want = (jax.jit(transform(f))(hidden, weight, bias) for f in (ours, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6, 1e-6), found, want)
+        assert np.isfinite(jax.tree.leaves(found)[0]).all()
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_gpu_subtracts_the_largest_logits_where_needed(devices, monkeypatch):
+    """Not several, which would have to agree on it in each block."""
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    mesh = jax.sharding.Mesh(np.array(absent_gpus.h200s(devices)), ("x",))
+    shapes = ((4096, 64), "bfloat16"), ((64, 1024), "bfloat16"), ((4096,), "int32")
+    arrays = [
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, (P("x"), P(), P("x")), strict=True)
+    ]
+    step = jax.jit(lambda *x: loss(*x, block_size=512)).lower(*arrays)
+    text = step.compile(compiler_options=absent_gpus.OPTIONS).as_text()
+    assert len(re.findall(r" conditional\(", text)) == (devices == 1)
+
+
 def test_a_block_has_at_most_its_size():
-    def blocks(tokens, vocabulary, most=None):
-        return cross_entropy._block(tokens, vocabulary, most)
+    def blocks(tokens, vocabulary, most=None, devices=1):
+        return cross_entropy._block(tokens, vocabulary, most, devices)
 
     assert blocks(516, 16, 129) == 129
     assert blocks(517, 16, 129) == 104
     assert blocks(32768, 50304) == 2048
+    assert blocks(32768, 50304, devices=4) == 8192
     assert blocks(1024, 512) is None
     assert blocks(0, 512) is None
 
