@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from .arguments import array, floating, integer
 from .epilogue import Activation, Terms, apply_outside
 
 _LARGEST = 127
+_MANY_ROWS = 1024
+"""From so many rows, an H200 is faster with a kernel that is dequantized before."""
 
 
 def quantize_weights(
@@ -79,10 +82,11 @@ def quantized_matmul(
 ) -> jax.Array:
     """``activation(x @ (kernel * scale) + bias)`` with a kernel of int8.
 
-    With scales by column the product is scaled, in float32. With scales by group the kernel is
-    multiplied by them before the product, in x's dtype. It runs in XLA, which on a GPU reads the
-    kernel as int8 and does this inside of the product, without a dequantized kernel in memory;
-    scales by group must be an argument of the program, of x's dtype, for that.
+    For fewer than 1024 rows, scales by column multiply the product, in float32: on a GPU, XLA then
+    reads the kernel as int8. For fewer rows than a group has features, scales by group multiply the
+    product of each group, which is in x's dtype; they are added up in float32. Otherwise the kernel
+    is multiplied first, in x's dtype, and during the product may be in memory like this. XLA runs
+    all of it.
 
     Args:
         x: (..., features) floats.
@@ -123,24 +127,25 @@ def quantized_matmul(
             "divides features",
             got=f"kernel {kernel.shape}, scale {scale.shape}",
         )
-    by_column = scale if scale.ndim == 1 else None
-    if by_column is None:
-        parts = kernel.reshape(groups, kernel.shape[0] // groups, kernel.shape[1]).astype(x.dtype)
-        kernel = (parts * scale[:, None].astype(x.dtype)).reshape(kernel.shape)
     if not x.ndim or x.shape[-1] != kernel.shape[0]:
         raise GraphError(
             "x does not fit the kernel",
             expected=f"(..., {kernel.shape[0]}) for a kernel of {kernel.shape}",
             got=f"{x.shape}",
         )
-    shape = *x.shape[:-1], kernel.shape[1]
+    (*batch, features), out = x.shape, kernel.shape[1]
+    size, rows, wide = features // groups, math.prod(batch), jnp.promote_types(x.dtype, jnp.float32)
     terms = Terms.of(
-        by_column, bias, None, activation, shape=shape, features=shape[-1], rank=len(shape), axis=-1
+        None, bias, None, activation, shape=(*batch, out), features=out, rank=x.ndim, axis=-1
     )
-    product = jnp.matmul(
-        x,
-        kernel.astype(x.dtype),
-        precision=normal_precision(precision),
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-    )
+    parts = kernel.astype(x.dtype).reshape(groups, size, out)
+    scale, how = scale.reshape(groups, out), {"precision": normal_precision(precision)}
+    if isinstance(rows, int) and rows < (_MANY_ROWS if groups == 1 else size):
+        held = wide if groups == 1 else x.dtype
+        each = x.reshape(*batch, groups, size)
+        products = jnp.einsum("...gk,gkn->...gn", each, parts, preferred_element_type=held, **how)
+        product = (products.astype(wide) * scale.astype(wide)).sum(-2)
+    else:
+        kernel = (parts * scale[:, None].astype(x.dtype)).reshape(kernel.shape)
+        product = jnp.matmul(x, kernel, preferred_element_type=wide, **how)
     return apply_outside(product, terms, x.dtype.name)
