@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 from ..graph import planned
 from ..graph.dims import Shape
-from ..graph.dtypes import FP4
+from ..graph.dtypes import E8M0, FP4, FP8
 from ..graph.layout import layout
 from ..graph.merging import is_split
 from ..graph.spec import FLOAT64, Call, GraphSpec
@@ -51,7 +51,8 @@ def _never(spec: GraphSpec) -> _Found:
     if spec.has_float64:
         yield "dtype", FLOAT64
     for call, tensors in spec.at_ports:
-        if not hasattr(call.node, "block_size") and any(t.dtype == FP4 for t in tensors.values()):
+        dtypes = {t.dtype for t in tensors.values()}  # scales are floats of 8 bits
+        if FP4 in dtypes and dtypes.isdisjoint((E8M0, *FP8)):
             yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:
