@@ -27,9 +27,9 @@ from ..case import LIMIT
 from ..collectives import collectives
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, balanced, short, told
 from . import gradients
-from .cases import Batch, FlaxCase, step
+from .cases import Batch, FlaxCase, loss_step, step
 from .profile import profile
-from .tables import OURS, PLAIN, STEP, WHOLE
+from .tables import LOSS, OURS, PLAIN, STEP, WHOLE
 
 _LEAST = 5  # rounds
 _ISSUED = 5  # calls of which each is issued to a free device
@@ -208,7 +208,8 @@ def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Traini
     if side == WHOLE:
         model = Forward(model)
     optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
-    return Training(model, optimizer, batch, side == STEP, report=swapped)
+    update = loss_step if side == LOSS else step
+    return Training(model, optimizer, batch, side == STEP, update, report=swapped)
 
 
 def started(case: FlaxCase) -> Entry:
