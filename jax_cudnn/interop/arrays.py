@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +45,14 @@ class Template:
 
     ``order`` lists the dimensions from the slowest to the fastest in memory; it is None for an
     array that is row-major or has no strides, and the graph then chooses the order. ``by_value``
-    marks a scalar in host memory, as cuDNN's epsilons are.
+    marks a scalar in host memory, as cuDNN's epsilons are. ``window`` are strides with gaps.
     """
 
     shape: Shape
     dtype: str
     order: tuple[int, ...] | None = None
     by_value: bool = False
+    window: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, array: Any) -> Template:
@@ -65,7 +66,8 @@ class Template:
             device = None if isinstance(array, jax.Array) else getattr(array, "device", None)
             in_host_memory = getattr(device, "type", None) == "cpu"  # torch
         by_value = in_host_memory and math.prod(shape) == 1
-        return cls(shape, dtype, _order(array, shape, dtype), by_value)
+        order, window = _memory(array, shape, dtype)
+        return cls(shape, dtype, order, by_value, window)
 
 
 def is_array(value: Any) -> bool:
@@ -106,10 +108,11 @@ def _numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
-def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
+def _memory(array: Any, shape: Shape, dtype: str) -> tuple[Any, Any]:
+    """The order of dimensions in memory unless it is row-major, and strides that have gaps."""
     order, strides = None, None
     if isinstance(array, Tracer):
-        return None
+        return None, None
     if isinstance(array, jax.Array):
         layout: Any = getattr(array, "format").layout  # noqa: B009
         order = getattr(layout, "major_to_minor", None)
@@ -120,7 +123,10 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
         strides = [int(step) // size for step in array.strides]
     if strides is not None and len(strides) == len(shape):
         order = order_with_gaps(shape, strides)
-    return None if order is None or order == tuple(range(len(shape))) else tuple(order)
+    if order is None:
+        return None, None
+    window = None if strides is None else _window(shape, strides, tuple(order))
+    return None if order == tuple(range(len(shape))) else tuple(order), window
 
 
 def order_with_gaps(shape: Shape, strides: Sequence[int]) -> tuple[int, ...] | None:
@@ -141,13 +147,13 @@ def order_with_gaps(shape: Shape, strides: Sequence[int]) -> tuple[int, ...] | N
     return tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
 
 
-def without_gaps(shape: Shape, strides: Any) -> tuple[Any, bool]:
-    """Packed strides in the same order as ``strides``, and whether those have gaps; raises
+def without_gaps(shape: Shape, strides: Any) -> tuple[Any, tuple[int, ...] | None]:
+    """Packed strides in the same order as ``strides``, and those if they have gaps; raises
     GraphError if they overlap."""
     if not isinstance(strides, (list, tuple)) or len(strides) != len(shape):
-        return strides, False
+        return strides, None
     if not all(isinstance(step, (int, np.integer)) for step in strides):
-        return strides, False
+        return strides, None
     order = order_with_gaps(shape, strides)
     if order is None:
         raise refusal(
@@ -157,21 +163,57 @@ def without_gaps(shape: Shape, strides: Any) -> tuple[Any, bool]:
             why="XLA arrays have no overlaps",
             fix="declare a broadcast dimension with size 1: operations broadcast it",
         )
-    packed = packed_strides(shape, order)
-    differs = zip(shape, strides, packed, strict=True)
-    return packed, any(size != 1 and step != own for size, step, own in differs)
+    return packed_strides(shape, order), _window(shape, strides, order)
 
 
-def check_offsets(tensors: Iterable[tuple[Any, Any]]) -> None:
-    """Raises GraphError for tensors that their ragged offsets, which are int32, cannot index."""
-    for tensor, offset in tensors:
-        if tensor.has_gaps:
-            raise refusal(
-                f"{tensor.get_name()} has strides with gaps, and a ragged offset",
-                why="the offset counts elements of the larger buffer, which is not passed",
-                fix="pass packed tokens, and offsets that count their elements",
-            )
-        if offset.is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
+def _window(shape: Shape, strides: Any, order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides, or None if they have no gaps."""
+    differs = zip(shape, strides, packed_strides(shape, order), strict=True)
+    has_gaps = 0 not in shape and any(n != 1 and step != own for n, step, own in differs)
+    return tuple(map(int, strides)) if has_gaps else None
+
+
+class Ragged(NamedTuple):
+    """The ragged offset of a tensor: the input ``of``. If the tensor's strides have gaps, a token
+    takes ``step`` elements there, and ``size`` in the array that is passed, which has none."""
+
+    of: str
+    step: int = 1
+    size: int = 1
+
+    @property
+    def name(self) -> str:
+        """That of the offset into the array, which is an input of the spec."""
+        return self.of if self.step == self.size else f"{self.of} // {self.step} * {self.size}"
+
+    def into_array(self, value: Any, name: str) -> Any:
+        """The offset into the array, of one into the larger buffer."""
+        if self.name == self.of:
+            return value
+        return (value if is_array(value) else _as_jax(value, name)) // self.step * self.size
+
+
+def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
+    """The ragged offsets of a graph's tensors, by name. Raises GraphError for tensors that their
+    offsets, which are int32, cannot index, or with gaps between the sequences."""
+    found: dict[str, Ragged] = {}
+    for name, tensor in tensors.items():
+        if tensor.offset is None:
+            continue
+        step = size = 1
+        if tensor.window and tensor.ndim == 4 and tensor.shape[0] * tensor.shape[2] > 1:
+            (batch, heads, tokens, size), window = tensor.shape, tensor.window
+            step, size = window[2], heads * size
+            if batch > 1 and window[0] != tokens * step:
+                raise refusal(
+                    f"{tensor.get_name()} has a ragged offset, and gaps between its sequences",
+                    expected=f"a batch stride of {tokens} token strides, {tokens * step}",
+                    got=f"strides {list(window)} of {list(tensor.shape)}",
+                    why="offsets into an array without gaps are computed from a token's stride",
+                    fix="declare strides [S*T, ..., T, ...], and dense (B, H, S, D) arrays",
+                )
+        found[name] = Ragged(tensor.offset, step, size)
+        if tensors[tensor.offset].is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
             raise refusal(
                 f"{tensor.get_name()} is too large for ragged offsets",
                 expected=f"at most {np.iinfo(np.int32).max} elements",
@@ -179,6 +221,7 @@ def check_offsets(tensors: Iterable[tuple[Any, Any]]) -> None:
                 why="offsets of INT64 are converted to int32",
                 fix="jax_cudnn.ops.packed_dot_product_attention takes offsets in tokens",
             )
+    return found
 
 
 def number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ arrays' bounds: with wrong ones a plan would access memory outside of the arrays
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, Packed
 from ..ops.attention.paged import Paged
 from ..ops.attention.storage import StoredSdpa
-from .arrays import is_array, refusal
+from .arrays import Ragged, is_array, refusal
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
 """The frontend's names of page tables, and the ports' names."""
@@ -190,13 +190,13 @@ def paged_node(
 
 
 def packed(
-    spec: GraphSpec, offsets: Mapping[str, str], known: Mapping[str, Tensor], order: Sequence[str]
+    spec: GraphSpec, offsets: Mapping[str, Ragged], known: Mapping[str, Tensor], order: list[str]
 ) -> GraphSpec:
     """The graph with packed attention in place of attention of tensors with ragged ``offsets``.
 
-    ``known`` are all tensors, and ``order`` the names of all inputs. Raises GraphError if another
-    operation reads such a tensor, or if some tensors of the attention have no offsets, or another
-    memory order.
+    ``known`` are all tensors, and ``order`` the names of all inputs. Offsets into arrays without
+    the gaps of strides are further inputs. Raises GraphError if another operation reads such a
+    tensor, or if some tensors of the attention have no offsets, or another memory order.
     """
     calls: list[Call] = []
     tensors = {tensor.name: tensor for tensor in spec.tensors}
@@ -207,11 +207,13 @@ def packed(
             continue
         ports, ragged = _ports(spec, call, offsets)
         used = [offsets[name] for name in ports.values() if name in offsets]
-        tensors |= {name: known[name] for name in used}
+        tensors |= {x.name: replace(known[x.of], name=x.name) for x in used}
         calls += _packed_calls(spec, call, ports, ragged, offsets, tensors)
     names = {name for call in calls for _, name in (*call.inputs, *call.outputs)}
     made = {name for call in calls for _, name in call.outputs}
-    inputs = tuple(name for name in order if name in names and name not in made)
+    moved = {x.name: x.of for x in offsets.values() if x.name != x.of}
+    given = (n for name in order for n in (name, *(m for m, of in moved.items() if of == name)))
+    inputs = tuple(name for name in given if name in names and name not in made)
     kept = tuple(tensor for tensor in tensors.values() if tensor.name in names)
     return intern(replace(spec, tensors=kept, calls=tuple(calls), inputs=inputs))
 
@@ -226,7 +228,7 @@ def _is_paged(node: Node) -> bool:
 
 
 def _ports(
-    spec: GraphSpec, call: Call, offsets: Mapping[str, str]
+    spec: GraphSpec, call: Call, offsets: Mapping[str, Ragged]
 ) -> tuple[dict[str, str], Collection[str]]:
     """The tensors at the ports of packed attention, without unused statistics, and the ports of
     packed arrays; raises GraphError for what it does not support."""
@@ -269,7 +271,7 @@ def _packed_calls(
     call: Call,
     ports: Mapping[str, str],
     ragged: Collection[str],
-    offsets: Mapping[str, str],
+    offsets: Mapping[str, Ragged],
     tensors: dict[str, Tensor],
 ) -> list[Call]:
     """Packed attention, with conversions from (B, H, S, D) to (B S, H, D) and back."""
@@ -278,9 +280,10 @@ def _packed_calls(
         back, moved = port not in inputs, name
         if port in ragged:
             moved, kind = f"{name}::packed", f"ragged_offset_{_KINDS[port]}"
-            if at.setdefault(kind, offsets[name]) != offsets[name]:
+            own = offsets[name].name
+            if (other := at.setdefault(kind, own)) != own:
                 summary = f"{call.name}: {port} and its counterpart have different offsets"
-                raise _refusal(summary, "one")
+                raise _refusal(summary, "one, and the same strides", got=f"{other} and {own}")
             inner = tensors[name if not back or name in spec.outputs else ports["q"]].dtype
             moves[name] = _moves(tensors, name, inner, back)
         (outputs if back else inputs)[port] = moved

@@ -19,7 +19,7 @@ from .._core.graph.spec import GraphSpec, intern
 from .._core.plans.plan import Plan
 from .._core.plans.support import Support
 from .._core.primitive import bind
-from .arrays import as_int32, constant, like, number, operand, refusal
+from .arrays import Ragged, as_int32, constant, like, number, offsets_of, operand, refusal
 from .recorder import Recorder
 from .tensors import NamedTensor, canonical_name, is_uid, names
 
@@ -109,7 +109,14 @@ class Function:
     @functools.cached_property
     def inputs(self) -> Tensors:
         """Those that the outputs depend on, in the order of declaration."""
-        return tuple(self.recorder.handles[n] for n in self.recorder.finish(self.outputs).inputs)
+        names = dict.fromkeys(source.of for source in self._sources.values())
+        return tuple(self.recorder.handles[name] for name in names)
+
+    @functools.cached_property
+    def _sources(self) -> dict[str, Ragged]:
+        """The inputs of the spec: those of the graph, and offsets into arrays without gaps."""
+        moved = {offset.name: offset for offset in offsets_of(self.recorder.handles).values()}
+        return {n: moved.get(n, Ragged(n)) for n in self.recorder.finish(self.outputs).inputs}
 
     @property
     def in_order(self) -> list[NamedTensor]:
@@ -131,7 +138,8 @@ class Function:
         """In the form of a graph function's: the inputs come first, and no memory order is stated
         that a tensor has by default. Equal graphs then share plans."""
         spec, literals = self.recorder.finish(self.outputs, self.options, context), dict(constants)
-        inputs = tuple(t.name for t in self.in_order if t.name not in literals)
+        sources = [item for item in self._sources.items() if item[0] not in literals]
+        inputs = tuple(n for t in self.in_order for n, source in sources if source.of == t.name)
         places = {name: place for place, name in enumerate(inputs)}
         tensors = sorted(spec.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
         for i, tensor in enumerate(tensors):
@@ -162,11 +170,14 @@ class Function:
             values = {**values, first.name: jnp.asarray(constants.pop(first.name), first.dtype)}
         literals = tuple((name, value.hex()) for name, value in constants.items())
         spec = self.spec(TraceContext.now(), literals)
-        for tensor in self.inputs:
-            if tensor.is_long:
-                short = as_int32(values[tensor.name], self._title(tensor.name))
-                values = {**values, tensor.name: short}
-        operands = [operand(t, values[t.name], self._title(t.name)) for t in spec.input_tensors]
+        operands = []
+        for tensor in spec.input_tensors:
+            source = self._sources[tensor.name]
+            title = self._title(source.of)
+            value = source.into_array(values[source.of], title)
+            if self.recorder.handles[source.of].is_long:
+                value = as_int32(value, title)
+            operands.append(operand(tensor, value, title))
         return bind(spec, self.name, *operands)
 
     def _title(self, name: str) -> str:

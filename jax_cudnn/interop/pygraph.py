@@ -30,7 +30,8 @@ def from_pygraph(
     is a constant if it has a value; otherwise it is an input, for which a Python number or NumPy
     array becomes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
     uint32 here, (1, 1, 1, 2): the low and the high word. Calls accept one integer, too. Gaps of
-    strides are dropped, and lengths, offsets and pages of INT64 become int32.
+    strides are dropped, while ragged offsets stay those that cuDNN would get, see
+    :meth:`NamedTensor.set_ragged_offset`. Lengths, offsets and pages of INT64 become int32.
 
     Args:
         graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.

@@ -27,7 +27,7 @@ from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
-from .arrays import SHAPE_OF_WORDS, Template, check_offsets, compute_name, is_array, number, refusal
+from .arrays import SHAPE_OF_WORDS, Template, compute_name, is_array, number, offsets_of, refusal
 from .attention import IN_MEMORY, PAGES, always_returned, check_given, packed, paged_node, spelled
 from .tensors import NamedTensor, References, one_element, result_name
 
@@ -88,7 +88,7 @@ class Recorder(GraphBuilder):
     def declare(self, name: str, template: Template, value: float | None = None) -> NamedTensor:
         """Adds an input of the graph; ``value`` is that of a scalar."""
         tensor = self.handles[self.input(name, template.shape, template.dtype).name]
-        tensor.by_value, tensor.number = template.by_value, value
+        tensor.by_value, tensor.number, tensor.window = template.by_value, value, template.window
         if template.order is not None:
             self._set_order(tensor, template.order)
         return tensor
@@ -130,6 +130,7 @@ class Recorder(GraphBuilder):
             if handle.by_value:
                 one_element(handle.get_name(), shape)
             self._change_input(tensor, "set_dim", shape=shape, order=None)
+            handle.window = None
         return tensor
 
     def _change_input(self, tensor: GraphTensor, method: str, **changes: Any) -> None:
@@ -375,8 +376,7 @@ class Recorder(GraphBuilder):
         context: TraceContext | None = None,
     ) -> GraphSpec:
         spec = super().finish(outputs, options, context)
-        offsets = {name: t.offset for name, t in self.handles.items() if t.offset is not None}
-        check_offsets([(self.handles[name], self.handles[of]) for name, of in offsets.items()])
+        offsets = offsets_of(self.handles)
         return packed(spec, offsets, self._tensors, self._inputs) if offsets else spec
 
 

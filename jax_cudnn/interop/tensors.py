@@ -71,7 +71,8 @@ class NamedTensor(GraphTensor):
         super().__init__(recorder, state)
         self.uid, self.is_own_uid, self.label = uid, False, ""
         self.is_declared = False  # by its shape: setters may change it until it is used
-        self.is_output = self.by_value = self.is_untyped = self.has_gaps = self.is_long = False
+        self.is_output = self.by_value = self.is_untyped = self.is_long = False
+        self.window: tuple[int, ...] | None = None  # its strides if they have gaps
         self.number: float | None = None  # the declared value of one passed by value
         self.offset: str | None = None  # the name of its ragged offset
 
@@ -102,8 +103,7 @@ class NamedTensor(GraphTensor):
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:
-        """Mark the tensor as a scalar in host memory: passed as a Python number or a NumPy array,
-        it is a constant of the plan."""
+        """Mark it as a scalar in host memory: a Python number or NumPy array is a constant."""
         self._builder.check_open("set_is_pass_by_value")
         if value:
             one_element(self.get_name(), self.shape)
@@ -127,7 +127,7 @@ class NamedTensor(GraphTensor):
         """Set the memory order, as element strides. Gaps, as of a window into a larger buffer, are
         dropped: the array that a call takes or returns has none."""
         self._builder.check_open("set_stride")
-        stride, self.has_gaps = without_gaps(self.shape, stride)
+        stride, self.window = without_gaps(self.shape, stride)
         super().set_stride(stride)
         return self
 
@@ -139,6 +139,8 @@ class NamedTensor(GraphTensor):
         begins, followed by the end of the last one. All of q, k, v and O of ``sdpa`` and
         ``sdpa_backward`` need it, and statistics that are read; also pass seq_len_q and seq_len_kv.
         Offsets and lengths past the tensor are clipped, offsets inside of a token rounded down.
+        With a token stride T > H*D, as of q, k and v side by side, offsets count elements of that
+        buffer; the array has no gaps. Sequences must be S*T apart there, else it is a GraphError.
         """
         self._builder.check_open("set_ragged_offset")
         self._builder.give_ragged_offset(self, ragged_offset)
@@ -150,8 +152,7 @@ class NamedTensor(GraphTensor):
         return self
 
     def set_alignment_value(self, value: int) -> NamedTensor:
-        """Accepted for compatibility with pygraph, without effect: a promise that all values are
-        multiples of this."""
+        """Accepted for compatibility, without effect: a promise that values are multiples of it."""
         return self
 
     def validate(self) -> None:
@@ -184,8 +185,7 @@ class NamedTensor(GraphTensor):
         return self.uid
 
     def get_stride(self) -> list[int]:
-        """Element strides as passed to cuDNN; before the graph's ``with`` ends, the stated strides,
-        or else those of a row-major array."""
+        """Element strides without gaps: as of cuDNN once the ``with`` ends, before as stated."""
         return self._builder.strides(self)
 
     def get_data_type(self) -> Any:

@@ -210,8 +210,8 @@ class Graph(Built):
 
         Args:
             dim: its shape.
-            stride: packed element strides, which give its memory order; by default the order that
-                the operations prefer.
+            stride: element strides, which give its memory order; by default the order that the
+                operations prefer. Gaps are dropped, see :meth:`NamedTensor.set_stride`.
             data_type: its dtype; by default the graph's ``io_data_type``, or that of
                 ``set_data_type``, called before an operation uses the tensor.
             is_virtual: must be False: operations create the intermediates.
@@ -224,8 +224,7 @@ class Graph(Built):
             uid: an integer to refer to it.
 
         Raises:
-            GraphError: the strides have gaps or overlaps; or, when an operation uses the tensor, it
-                has no dtype.
+            GraphError: the strides overlap; or, when an operation uses the tensor, it has no dtype.
         """
         recorder = self._open("tensor")
         _refuse_virtual(is_virtual)
@@ -249,7 +248,7 @@ class Graph(Built):
             recorder.references.remember(template, made)
             return made
         state = template._state
-        known = Template(state.shape, state.dtype, state.order, template.by_value)
+        known = Template(state.shape, state.dtype, state.order, template.by_value, template.window)
         made = self._declare(recorder, name, known, template.number)
         made.is_untyped = template.is_untyped
         return made
