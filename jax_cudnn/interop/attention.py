@@ -169,22 +169,23 @@ def paged_node(
 ) -> Node:
     """The node of ``sdpa`` or ``sdpa_fp8`` over pages, with ``most`` keys; raises GraphError for a
     port that it does not have."""
-    if missing := [port for port in LENGTHS if port not in operands]:
-        raise GraphError(
-            f"paged attention lacks {', '.join(missing)}",
-            fix="pass the page tables, seq_len_q and seq_len_kv",
-        )
-    if method == "sdpa_fp8":
-        return PagedSdpaFp8.create(**attributes)
-    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *_BY_EXAMPLE}:
+    of, own = (PagedSdpaFp8, operands) if method == "sdpa_fp8" else (Sdpa, _BY_EXAMPLE)
+    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *own}:
         raise GraphError(
             f"paged attention does not support {', '.join(sorted(further))}",
             expected="q, k, v, page tables, both sequence lengths, bias, dropout and sink_token",
             fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
-    node = Sdpa.create(**attributes)
-    if further := {*node.results} - {"O", "Stats", "RNG_DUMP"}:
+    node = of.create(**attributes)
+    if further := {*node.results} - {*PagedSdpaFp8.ports.output_names, "RNG_DUMP"}:
         raise GraphError(f"paged attention does not compute {', '.join(sorted(further))}")
+    if missing := [port for port in LENGTHS if port not in operands]:
+        raise GraphError(
+            f"paged attention lacks {', '.join(missing)}",
+            fix="pass the page tables, seq_len_q and seq_len_kv",
+        )
+    if of is PagedSdpaFp8:  # whose operands all have ports
+        return node
     storage = Paged(True, queries_heads_first=True)
     if {"bias", "seed", "dropout_mask"} & {*operands}:  # of this number of keys
         whole = storage.scores(operands)[3]
