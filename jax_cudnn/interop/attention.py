@@ -21,6 +21,7 @@ from .._core.graph.tensor import GraphTensor
 from .._core.transforms.derivation import vocabulary
 from ..ops.attention.base import LENGTHS
 from ..ops.attention.extras import WORDS
+from ..ops.attention.fp8_paged import PagedSdpaFp8
 from ..ops.attention.nodes import Sdpa
 from ..ops.attention.packed import KEYS, QUERIES, Packed
 from ..ops.attention.paged import Paged
@@ -164,24 +165,27 @@ _TOKENS_FIRST = (0, 2, 1, 3)
 
 
 def paged_node(
-    attributes: Mapping[str, Any], operands: Mapping[str, Any], most: int | None
-) -> StoredSdpa:
-    """The node of paged attention with ``most`` keys; raises GraphError for a port that it does not
-    have."""
-    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *_BY_EXAMPLE}:
+    method: str, attributes: Mapping[str, Any], operands: Mapping[str, Any], most: int | None
+) -> Node:
+    """The node of ``sdpa`` or ``sdpa_fp8`` over pages, with ``most`` keys; raises GraphError for a
+    port that it does not have."""
+    of, own = (PagedSdpaFp8, operands) if method == "sdpa_fp8" else (Sdpa, _BY_EXAMPLE)
+    if further := {*operands} - {"q", "k", "v", *IN_MEMORY, *own}:
         raise GraphError(
             f"paged attention does not support {', '.join(sorted(further))}",
             expected="q, k, v, page tables, both sequence lengths, bias, dropout and sink_token",
             fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
-    node = Sdpa.create(**attributes)
-    if further := {*node.results} - {"O", "Stats", "RNG_DUMP"}:
+    node = of.create(**attributes)
+    if further := {*node.results} - {*PagedSdpaFp8.ports.output_names, "RNG_DUMP"}:
         raise GraphError(f"paged attention does not compute {', '.join(sorted(further))}")
     if missing := [port for port in LENGTHS if port not in operands]:
         raise GraphError(
             f"paged attention lacks {', '.join(missing)}",
             fix="pass the page tables, seq_len_q and seq_len_kv",
         )
+    if of is PagedSdpaFp8:  # whose operands all have ports
+        return node
     storage = Paged(True, queries_heads_first=True)
     if {"bias", "seed", "dropout_mask"} & {*operands}:  # of this number of keys
         whole = storage.scores(operands)[3]
@@ -329,7 +333,7 @@ def _one(node: Node, operand: str, result: str) -> Call:
 def check_given(spec: GraphSpec) -> None:
     """Raises GraphError if the graph computes integers that must be clipped before it runs."""
     for call in spec.calls:
-        if isinstance(call.node, StoredSdpa):
+        if isinstance(call.node, (StoredSdpa, PagedSdpaFp8)):
             for port, name in call.inputs:
                 if port in call.node.indices.positions and name not in spec.inputs:
                     raise refusal(

@@ -199,7 +199,7 @@ class Recorder(GraphBuilder):
         if node in self._nodes:
             fix = "give one of them another name, or none"
             raise refusal(f"two nodes are called {node!r}", fix=fix)
-        paged = {*PAGES} & {*kwargs} if method == "sdpa" else ()
+        paged = {*PAGES} & {*kwargs} if method in ("sdpa", "sdpa_fp8") else ()
         tables = {PAGES[name]: kwargs.pop(name) for name in paged}
         most = kwargs.get("paged_attention_max_seq_len_kv")
         kwargs = spelled(method, kwargs)
@@ -216,17 +216,17 @@ class Recorder(GraphBuilder):
             if name in ports and name in given:
                 given[name] = self._operand(given[name], node, name, position)
         if any(table is not None for table in tables.values()):
-            self._apply_to_pages(node, given, tables, most)
+            self._apply_to_pages(method, node, given, tables, most)
         else:
             super()._apply(method, *bound.args, **bound.kwargs)
         self._nodes[node] = len(self._calls) - 1
         return self._results(node, self._calls[-1])
 
     def _apply_to_pages(
-        self, node: str, given: dict[str, Any], tables: dict[str, Any], most: int | None
+        self, method: str, node: str, given: dict[str, Any], tables: dict[str, Any], most: Any
     ) -> None:
         """Adds attention with paged keys and values."""
-        ports = {port.name for port in registry()["sdpa"].ports.inputs}
+        ports = registry()[method].ports.input_names
         attributes = {name: x for name, x in given.items() if name not in ports}
         attributes.pop("compute_data_type", None)
         operands = {name: x for name, x in given.items() if name in ports and x is not None}
@@ -234,9 +234,9 @@ class Recorder(GraphBuilder):
             if tables.get(port) is not None:
                 operands[port] = self._operand(tables[port], node, name, len(given))
         try:
-            self._call(paged_node(attributes, operands, most), operands, "float32")
+            self._call(paged_node(method, attributes, operands, most), operands, "float32")
         except JaxCudnnError as error:
-            error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
+            error.summary, error.where = f"g.{method}: {error.summary}", error.where or user_line()
             raise
 
     def _operand(self, value: Any, node: str, port: str, position: int) -> Any:

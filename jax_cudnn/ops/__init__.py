@@ -57,6 +57,7 @@ _FAMILIES += [
     "convolution normalization".split()
 ]
 _VALUES |= {
+    "ops.attention.fp8_paged": "PagedSdpaFp8",
     "ops.attention.fp8_tangent": "Bounds QuantizeGradient Quantize",
     "ops.attention.packed": "Packed",
     "ops.attention.paged": "Paged",

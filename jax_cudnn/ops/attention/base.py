@@ -205,8 +205,8 @@ class AttentionBase(HasLengths):
         return super().layout(tensors, order)._replace(separate=True)
 
     def work(self, tensors: Tensors) -> Work:
-        q, v = tensors["q"].shape, tensors["v"].shape
-        return Work(self.band.flops(q, v, "dO" in tensors), self.method)
+        q, v, keys = tensors["q"].shape, tensors["v"].shape, self.scores(tensors)[3]
+        return Work(self.band.flops(q, (*v[:2], keys, v[3]), "dO" in tensors), self.method)
 
     def keywords(self) -> dict[str, Any]:
         """Without an alignment of no band, and without unset flags, some of which older frontends

@@ -50,7 +50,7 @@ class Fp8Base(AttentionBase):
 
     def check(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if shapes or dtypes do not fit."""
-        lengths = dict.fromkeys(LENGTHS, "int32")
+        lengths = dict.fromkeys(self.indices.positions, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
         own = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype)}
         known = {port: (dtype,) for port, dtype in own.items()}

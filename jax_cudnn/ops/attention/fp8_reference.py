@@ -44,7 +44,12 @@ class Fp8Attention(Attention):
 
     def results(self, arrays: Arrays) -> dict[str, jax.Array]:
         """O times its scale, Stats, and the largest absolute values of the weights and of O."""
-        o, total, largest = self.forward(arrays)
+        return self.named(arrays, *self.forward(arrays))
+
+    def named(
+        self, arrays: Arrays, o: jax.Array, total: jax.Array, largest: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The results from those of :meth:`forward`."""
         found = {"O": o * arrays.get("scale_o", 1), "Stats": total}
         return found | {"Amax_S": _amax(largest), "Amax_O": _amax(o)}
 

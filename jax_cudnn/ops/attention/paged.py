@@ -23,9 +23,9 @@ from .bias import LENGTHS, HasBias, clipped_lengths
 from .reference import Arrays, Attention
 from .storage import Storage, tokens_first
 
-_TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
+TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "o", "stats"))
-_INTEGERS = (*_TABLES, *LENGTHS, *_OFFSETS)
+_INTEGERS = (*TABLES, *LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in (*_INTEGERS, "bias"))
 
 
@@ -95,7 +95,7 @@ class Paged(Storage):
 
     def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
         b, h, _ = self._queries(inputs)
-        tables = {port: (b, 1, inputs[port].shape[2], 1) for port in _TABLES if port in inputs}
+        tables = {port: (b, 1, inputs[port].shape[2], 1) for port in TABLES if port in inputs}
         offsets = dict.fromkeys(_OFFSETS, (b + 1, 1, 1, 1))
         check_shapes(inputs, {**tables, **offsets, **dict.fromkeys(LENGTHS, (b, 1, 1, 1))})
         check_heads(h, *(self._of(port, inputs)[0] for port in ("k", "v")))
@@ -140,7 +140,7 @@ class Paged(Storage):
     def clipped(self, tensors: Tensors, given: Arrays) -> Mapping[str, jax.Array]:
         """Page indices, offsets and lengths, clipped to the existing pages and queries."""
         found, (room, _) = packed.clipped_offsets(self.indices.offsets, tensors, given)
-        for table in _TABLES:
+        for table in TABLES:
             if table in given:
                 pages = tensors[table.removeprefix("page_table_")].shape[0]
                 found[table] = jnp.clip(given[table], 0, pages - 1)
@@ -149,7 +149,7 @@ class Paged(Storage):
         return {**found, **clipped_lengths(self.scores(tensors), found)}
 
     def emit(self, base: Node, pygraph: Any, tensors: Handles, common: Handles) -> tuple[Any, ...]:
-        named = {_TABLES.get(port, port): x for port, x in tensors.items() if port not in _OFFSETS}
+        named = {TABLES.get(port, port): x for port, x in tensors.items() if port not in _OFFSETS}
         counts = []
         for port in ("k", "v"):
             table = tensors.get(f"page_table_{port}")
@@ -164,7 +164,7 @@ class Paged(Storage):
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         """Into the batch, with shared pages and sinks."""
-        if self.max_seq_len_q or "seed" in tensors or not {*_TABLES} <= {*tensors}:
+        if self.max_seq_len_q or "seed" in tensors or not {*TABLES} <= {*tensors}:
             return
         shared = {"k", "v", "sink_token"}
         if "bias" in tensors and tensors["bias"].shape[0] == 1:
@@ -175,7 +175,7 @@ class Paged(Storage):
         if not batched & shared:
             yield Fold(dict.fromkeys({*tensors} - shared, 0))
 
-    def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, ...]:
         if not self.max_seq_len_q:
             return self._run(attention, arrays)
         at = packed.begins(arrays, "q")[:, None] + jnp.arange(self.max_seq_len_q)
@@ -189,13 +189,13 @@ class Paged(Storage):
             total = jnp.where(there, total[example, :, at], -jnp.inf)
         return o, total
 
-    def _run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    def _run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, ...]:
         """A few batch elements at a time: only their keys and values are gathered."""
         by_heads = self.queries_heads_first and not self.max_seq_len_q
         keys = self.scores(cast(Any, arrays))[3]
 
         @jax.checkpoint
-        def one(each: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def one(each: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
             q = each["q"]
             of = {"q": (q if by_heads else jnp.swapaxes(q, 0, 1))[None]}
             for port in ("k", "v"):
@@ -210,12 +210,13 @@ class Paged(Storage):
             for port in (*LENGTHS, "bias", "dropout_mask", "offset"):
                 if port in each:
                     of[port] = each[port][None]
-            o, total = attention.forward({**shared, **of})
-            return o[0] if by_heads else jnp.swapaxes(o[0], 0, 1), total[0]
+            o, *more = (x[0] for x in attention.forward({**shared, **of}))
+            return o if by_heads else jnp.swapaxes(o, 0, 1), *more
 
         batch, heads = arrays["seq_len_q"].shape[0], arrays["q"].shape[1 if by_heads else 2]
         own = {port: x for port, x in arrays.items() if port not in _OFFSETS}
-        shared = {port: own.pop(port) for port in ("seed", "sink_token") if port in own}
+        common = [p for p in own if p in ("seed", "sink_token") or "scale_" in p]
+        shared = {port: own.pop(port) for port in common}
         if "bias" in own and own["bias"].shape[0] == 1:
             shared["bias"] = own.pop("bias")
         for port in ("k", "v"):
