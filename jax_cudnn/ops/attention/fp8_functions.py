@@ -147,7 +147,7 @@ def dot_product_attention_fp8(
 
     **Gradients** are by default those of attention in 16 bits (float32 operands: bfloat16), with
     the result and the sums of weights of the fp8 forward pass: on Hopper cuDNN's fp8 backward pass
-    mostly takes longer than that. ``fp8_backward=True`` takes it all the same, and keeps the operands in
+    mostly takes longer. ``fp8_backward=True`` takes it all the same, and keeps the operands in
     fp8 until then. Its gradient of the result is rounded to float8_e5m2. With current scaling it is
     scaled by its largest absolute value, and the scales of derived quantities come from bounds that
     hold for any input. These are generous: from 32k queries per key head on, small elements of the
