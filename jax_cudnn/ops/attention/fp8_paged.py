@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from ..._core.graph.dims import Dims, Shape
 from ..._core.graph.node import Fold, Indices, frozen
 from ..._core.graph.planned import About
+from ..._core.graph.spec import GraphSpec
+from ..._core.reasons import Reason
 from ..._core.rules import Handles, Tensor, Tensors
 from .bias import LENGTHS
 from .fp8 import Fp8Forward, SdpaFp8
@@ -58,6 +60,12 @@ class PagedSdpaFp8(Fp8Forward):
     def checked(self, inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
         super().checked(inputs, further)
         _PAGES.check(inputs, {})
+
+    def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        sizes = {tensors[port].shape[2] for port in "kv" if f"page_table_{port}" in tensors}
+        if len(sizes) > 1:
+            return Reason("cuDNN 9.19 computes fp8 attention over pages of two sizes wrongly")
+        return super().support(tensors, graph)
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         return _PAGES.scores(tensors)
