@@ -30,13 +30,13 @@ def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
         raise GraphTypeError(f"{name} is not an array", expected=expected, got=shown(x)) from error
 
 
-def floating(name: str, x: Any) -> jax.Array:
+def floating(name: str, x: Any, dtypes: Sequence[str] = FLOATS) -> jax.Array:
     """An argument as an array of floats; GraphTypeError for other dtypes."""
     x = array(name, x, "an array of floats")
-    if str(x.dtype) not in FLOATS:
+    if str(x.dtype) not in dtypes:
         raise GraphTypeError(
             f"{name} has a dtype that this operation does not support",
-            expected=", ".join(FLOATS),
+            expected=", ".join(dtypes),
             got=f"{x.dtype}{list(x.shape)}",
             fix=f"cast it before the call: {name}.astype(jnp.float32)",
         )

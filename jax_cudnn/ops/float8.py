@@ -14,7 +14,7 @@ from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
-from .arguments import array, preferred_dtype
+from .arguments import floating, preferred_dtype
 from .scaling import E4M3, E5M2, DelayedScaling, amax_of, check_scaling, quantizable, scale_of
 
 _DTYPES = "bfloat16", "float16", "float32"
@@ -120,7 +120,7 @@ def product(
     x: Any, w: Any, scaling: DelayedScaling | None, dtype: Any = None, out_sharding: Any = None
 ) -> tuple[jax.Array, DelayedScaling | None]:
     """The result of :func:`float8_matmul`, and the state with the largest values of x and w."""
-    x, w = _operand("x", x), _operand("w", w)
+    x, w = floating("x", x, _DTYPES), floating("w", w, _DTYPES)
     check_scaling(scaling, "matmul")
     if not x.ndim or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise GraphError(
@@ -142,18 +142,6 @@ def product(
     if scaling is None:
         return y, None
     return y, lax.stop_gradient(scaling).updated(lax.stop_gradient(amax))
-
-
-def _operand(name: str, x: Any) -> jax.Array:
-    x = array(name, x, "an array of floats")
-    if str(x.dtype) not in _DTYPES:
-        raise GraphTypeError(
-            f"{name} cannot be rounded to float8",
-            expected=", ".join(_DTYPES),
-            got=f"{x.dtype}{list(x.shape)}",
-            fix=f"cast it before the call: {name}.astype(jnp.float32)",
-        )
-    return x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4))  # outside of a jit a layout is a placement
