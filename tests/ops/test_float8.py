@@ -291,7 +291,7 @@ def test_errors(change, words):
 def test_there_is_no_state_of_another_operation():
     with pytest.raises(jc.GraphError, match="unknown operation"):
         jc.ops.DelayedScaling.create(4, operation="conv")
-    with jax.enable_x64(True), pytest.raises(jc.GraphTypeError, match="rounded to float8"):
+    with jax.enable_x64(True), pytest.raises(jc.GraphTypeError, match="x has a dtype"):
         ours(jnp.ones((2, 3), "float64"), jnp.ones((3, 5)))
 
 
