@@ -256,8 +256,8 @@ def _normalizers(product: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
 
 @_normalizers.defjvp
 def _normalizers_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
-    lse = _normalizers(*primals, loss)
-    logits, tangent = jax.jvp(lambda *x: _logits(*x, loss), primals, tangents)
+    lse = _normalizers(primals[0], primals[1], loss)
+    logits, tangent = jax.jvp(lambda x, bias: _logits(x, bias, loss), primals, tangents)
     weights = jnp.exp(logits - lse[:, None])
     return lse, (weights * tangent).sum(axis=1) / weights.sum(axis=1)
 
@@ -287,8 +287,8 @@ def _of_product(product: jax.Array, bias: Any, labels: jax.Array, loss: _Loss) -
 
 @_of_product.defjvp
 def _of_product_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
-    losses, slopes = _parts(*primals, loss)
-    tangent = _logits(*tangents[:2], loss._replace(softcap=None))  # the sum of both
+    losses, slopes = _parts(primals[0], primals[1], primals[2], loss)
+    tangent = _logits(tangents[0], tangents[1], loss._replace(softcap=None))  # the sum of both
     return losses, (slopes * tangent).sum(axis=1)
 
 

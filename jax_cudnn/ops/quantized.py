@@ -139,13 +139,15 @@ def quantized_matmul(
         None, bias, None, activation, shape=(*batch, out), features=out, rank=x.ndim, axis=-1
     )
     parts = kernel.astype(x.dtype).reshape(groups, size, out)
-    scale, how = scale.reshape(groups, out), {"precision": normal_precision(precision)}
+    scale, how = scale.reshape(groups, out), normal_precision(precision)
     if isinstance(rows, int) and rows < (_MANY_ROWS if groups == 1 else size):
         held = wide if groups == 1 else x.dtype
         each = x.reshape(*batch, groups, size)
-        products = jnp.einsum("...gk,gkn->...gn", each, parts, preferred_element_type=held, **how)
+        products = jnp.einsum(
+            "...gk,gkn->...gn", each, parts, preferred_element_type=held, precision=how
+        )
         product = (products.astype(wide) * scale.astype(wide)).sum(-2)
     else:
         kernel = (parts * scale[:, None].astype(x.dtype)).reshape(kernel.shape)
-        product = jnp.matmul(x, kernel, preferred_element_type=wide, **how)
+        product = jnp.matmul(x, kernel, preferred_element_type=wide, precision=how)
     return apply_outside(product, terms, x.dtype.name)
