@@ -197,6 +197,7 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
     """The ragged offsets of a graph's tensors, by name. Raises GraphError for tensors that their
     offsets, which are int32, cannot index, or with gaps between the sequences."""
     found: dict[str, Ragged] = {}
+    steps: dict[str, set[tuple[bool, int]]] = {}
     for name, tensor in tensors.items():
         if tensor.offset is None:
             continue
@@ -213,6 +214,9 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
                     fix="declare strides [S*T, ..., T, ...], and dense (B, H, S, D) arrays",
                 )
         found[name] = Ragged(tensor.offset, step, size)
+        if tensor.ndim == 4:
+            own = step if step > 1 else tensor.shape[1] * tensor.shape[3]
+            steps.setdefault(tensor.offset, set()).add((tensor.window is not None, own))
         if tensors[tensor.offset].is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
             raise refusal(
                 f"{tensor.get_name()} is too large for ragged offsets",
@@ -220,6 +224,15 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
                 got=str(math.prod(tensor.shape)),
                 why="offsets of INT64 are converted to int32",
                 fix="jax_cudnn.ops.packed_dot_product_attention takes offsets in tokens",
+            )
+    for offset, used in steps.items():
+        if any(window for window, _ in used) and len({own for _, own in used}) > 1:
+            raise refusal(
+                f"tensors with the ragged offset {offset} have tokens of different strides",
+                expected="one token stride for each offset",
+                got=f"token strides {sorted(own for _, own in used)}",
+                why="the offset counts elements of one of their buffers",
+                fix="give each its own offset",
             )
     return found
 

@@ -138,16 +138,21 @@ def quantized_matmul(
     terms = Terms.of(
         None, bias, None, activation, shape=(*batch, out), features=out, rank=x.ndim, axis=-1
     )
-    parts = kernel.astype(x.dtype).reshape(groups, size, out)
-    scale, how = scale.reshape(groups, out), normal_precision(precision)
-    if isinstance(rows, int) and rows < (_MANY_ROWS if groups == 1 else size):
-        held = wide if groups == 1 else x.dtype
-        each = x.reshape(*batch, groups, size)
+    parts, scale = kernel.reshape(groups, size, out), scale.reshape(groups, out).astype(wide)
+    how = normal_precision(precision)
+    few = isinstance(rows, int) and rows < (_MANY_ROWS if groups == 1 else size)
+    explicit = any(jax.typeof(y).sharding.mesh.explicit_axes for y in (x, kernel))
+    if few and groups == 1:
+        product = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=wide, precision=how)
+        product = product * scale[0]
+    elif few and not explicit:  # on explicit axes the groups of both would need one sharding
+        held = wide if x.dtype == jnp.float16 else x.dtype  # sums of int8 overflow in float16
+        each, parts = x.reshape(*batch, groups, size), parts.astype(x.dtype)
         products = jnp.einsum(
             "...gk,gkn->...gn", each, parts, preferred_element_type=held, precision=how
         )
-        product = (products.astype(wide) * scale.astype(wide)).sum(-2)
+        product = (products.astype(wide) * scale).sum(-2)
     else:
-        kernel = (parts * scale[:, None].astype(x.dtype)).reshape(kernel.shape)
-        product = jnp.matmul(x, kernel, preferred_element_type=wide, precision=how)
+        scaled = (parts.astype(wide) * scale[:, None]).astype(x.dtype).reshape(kernel.shape)
+        product = jnp.matmul(x, scaled, preferred_element_type=wide, precision=how)
     return apply_outside(product, terms, x.dtype.name)

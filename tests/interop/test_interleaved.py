@@ -153,7 +153,7 @@ DENSE = [S * H * D, D, H * D, 1]
     [
         ([S * 96 + 96, 8, 96, 1], DENSE, "q has a ragged offset, and gaps between its sequences"),
         ([S * 96, S * 24, 24, 1], DENSE, "of 16 token strides, 384"),
-        ([S * 96, 8, 96, 1], DENSE, "have different offsets"),
+        ([S * 96, 8, 96, 1], DENSE, "tokens of different strides"),
     ],
     ids=["gaps between sequences", "heads first", "gradients with other strides"],
 )

@@ -130,3 +130,14 @@ def test_small_weights_of_float16_stay():
     w = jnp.full((8, 2), 1e-6, "float16")
     kernel, scale = jc.ops.quantize_weights(w)
     np.testing.assert_allclose(dequantized(kernel, scale), np.asarray(w, "float64"), rtol=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 2000])
+def test_float16_keeps_outliers_and_small_scales(rows, key):
+    w = jax.random.normal(key, (128, 8))
+    for factor, outlier in ((1, 1000), (1e-5, 1)):
+        x = jnp.ones((rows, 128), "float16").at[:, 3].set(outlier)
+        quantized = jc.ops.quantize_weights(w.astype("float32") * factor, 64)
+        want = np.asarray(x, "float64") @ dequantized(*quantized)
+        got = np.asarray(jc.ops.quantized_matmul(x, *quantized), "float64")
+        assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
