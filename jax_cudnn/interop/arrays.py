@@ -150,9 +150,8 @@ def order_with_gaps(shape: Shape, strides: Sequence[int]) -> tuple[int, ...] | N
 def without_gaps(shape: Shape, strides: Any) -> tuple[Any, tuple[int, ...] | None]:
     """Packed strides in the same order as ``strides``, and those if they have gaps; raises
     GraphError if they overlap."""
-    if not isinstance(strides, (list, tuple)) or len(strides) != len(shape):
-        return strides, None
-    if not all(isinstance(step, (int, np.integer)) for step in strides):
+    known = isinstance(strides, (list, tuple)) and len(strides) == len(shape)
+    if not known or not all(isinstance(step, (int, np.integer)) for step in strides):
         return strides, None
     order = order_with_gaps(shape, strides)
     if order is None:
@@ -188,16 +187,15 @@ class Ragged(NamedTuple):
 
     def into_array(self, value: Any, name: str) -> Any:
         """The offset into the array, of one into the larger buffer."""
-        if self.name == self.of:
-            return value
-        return (value if is_array(value) else _as_jax(value, name)) // self.step * self.size
+        given = value if self.step == self.size or is_array(value) else _as_jax(value, name)
+        return value if self.step == self.size else given // self.step * self.size
 
 
 def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
     """The ragged offsets of a graph's tensors, by name. Raises GraphError for tensors that their
     offsets, which are int32, cannot index, or with gaps between the sequences."""
     found: dict[str, Ragged] = {}
-    steps: dict[str, set[tuple[bool, int]]] = {}
+    steps: dict[str, set[tuple[bool, int]]] = {}  # of tokens, and whether they have gaps
     for name, tensor in tensors.items():
         if tensor.offset is None:
             continue
@@ -214,9 +212,8 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
                     fix="declare strides [S*T, ..., T, ...], and dense (B, H, S, D) arrays",
                 )
         found[name] = Ragged(tensor.offset, step, size)
-        if tensor.ndim == 4:
-            own = step if step > 1 else tensor.shape[1] * tensor.shape[3]
-            steps.setdefault(tensor.offset, set()).add((tensor.window is not None, own))
+        own = step if step > 1 else math.prod(tensor.shape[1::2])
+        steps.setdefault(tensor.offset, set()).add((tensor.window is not None, own))
         if tensors[tensor.offset].is_long and math.prod(tensor.shape) > np.iinfo(np.int32).max:
             raise refusal(
                 f"{tensor.get_name()} is too large for ragged offsets",
@@ -226,14 +223,9 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
                 fix="jax_cudnn.ops.packed_dot_product_attention takes offsets in tokens",
             )
     for offset, used in steps.items():
-        if any(window for window, _ in used) and len({own for _, own in used}) > 1:
-            raise refusal(
-                f"tensors with the ragged offset {offset} have tokens of different strides",
-                expected="one token stride for each offset",
-                got=f"token strides {sorted(own for _, own in used)}",
-                why="the offset counts elements of one of their buffers",
-                fix="give each its own offset",
-            )
+        if max(used)[0] and len({own for _, own in used}) > 1:
+            summary = f"tensors with the ragged offset {offset} have tokens of different strides"
+            raise refusal(summary, got=str(sorted(used)), fix="give each its own offset")
     return found
 
 
