@@ -175,7 +175,8 @@ class Function:
             source = self._sources[tensor.name]
             title = self._title(source.of)
             value = source.into_array(values[source.of], title)
-            if self.recorder.handles[source.of].is_long:
+            is_numpy = tensor.dtype == "int32" and not isinstance(value, jax.Array)
+            if is_numpy or self.recorder.handles[source.of].is_long:  # which JAX would wrap
                 value = as_int32(value, title)
             operands.append(operand(tensor, value, title))
         return bind(spec, self.name, *operands)

@@ -20,8 +20,6 @@ BLOCK = 2**27
 """Logits that are held at once by default: in bfloat16 256 MiB, enough for full speed."""
 _ROWS = 128
 """Tokens of a block are a multiple of this: products are slow with odd sizes."""
-
-
 _EXACT = 64.0
 """Float32 holds the exponentials of all logits that matter if their sum's logarithm is below it."""
 _UP = 2.0**10
@@ -75,7 +73,8 @@ def linear_cross_entropy(
         hidden: (..., D) floats, what the last layer reads.
         weight: (D, V) floats. For an embedding that is also the last layer pass ``embedding.T``:
             it is not copied.
-        labels: (...) integers in [0, V). The loss of another label is NaN, as optax has it.
+        labels: (...) integers in [0, V). The loss of another label is NaN, also of a negative one,
+            which optax counts from the end.
         bias: (V,) floats.
         softcap: the bound of the logits, positive.
         label_smoothing: in [0, 1).
@@ -84,8 +83,9 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the tokens that are not ignored (0 if there are none),
             ``"sum"``, or ``"none"`` for the loss of each token.
         block_size: the most tokens of a block; by default as many as have 2**27 logits for each
-            device of the operands' mesh. Programs with symbolic sizes, for ``jax.export``, have one
-            block.
+            device of the mesh that the operands' types name (set one by ``jax.set_mesh`` if only
+            ``in_shardings`` say it). Pass fewer where some of its axes shard neither tokens nor
+            vocabulary. Programs with symbolic sizes, for ``jax.export``, have one block.
         preferred_element_type: the dtype in which the product returns logits; by default that of
             the operands. float32 rounds less, and takes twice the memory and more time.
         precision: as in ``jnp.matmul``.
@@ -236,30 +236,34 @@ def _zeros(labels: jax.Array, like: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _normalizers(product: jax.Array, bias: Any, loss: _Loss) -> jax.Array:
-    """The logarithms of the sums of exponentials, (B,).
+def _normalizers(product: jax.Array, bias: Any, loss: _Loss) -> tuple[jax.Array, jax.Array]:
+    """What is subtracted from the logits, (B,), and the logarithms of the sums of exponentials of
+    the differences: apart, because their sum would round a large one.
 
     On one device the largest logits are subtracted only where a sum needs it: that takes a pass
     over all logits. Several devices would have to agree on this.
     """
 
-    def scaled() -> jax.Array:
+    def scaled() -> tuple[jax.Array, jax.Array]:
         logits = _logits(product, bias, loss)
         most = logits.max(axis=1, initial=-jnp.inf)
-        return most + jnp.log(jnp.exp(logits - most[:, None]).sum(axis=1))
+        most = jnp.where(jnp.isfinite(most), most, 0)
+        return most, jnp.log(jnp.exp(logits - most[:, None]).sum(axis=1))
 
     if loss.devices > 1:
         return scaled()
     plain = jnp.log(jnp.exp(_logits(product, bias, loss)).sum(axis=1))
-    return lax.cond((jnp.abs(plain) < _EXACT).all(), lambda: plain, scaled)
+    nothing = plain * 0  # outside of the branch, which XLA turns into a selection if it computes
+    return lax.cond((jnp.abs(plain) < _EXACT).all(), lambda: (nothing, plain), scaled)
 
 
 @_normalizers.defjvp
 def _normalizers_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
-    lse = _normalizers(primals[0], primals[1], loss)
+    shift, lse = _normalizers(primals[0], primals[1], loss)
     logits, tangent = jax.jvp(lambda x, bias: _logits(x, bias, loss), primals, tangents)
-    weights = jnp.exp(logits - lse[:, None])
-    return lse, (weights * tangent).sum(axis=1) / weights.sum(axis=1)
+    weights = jnp.exp(logits - shift[:, None] - lse[:, None])
+    mean = (weights * tangent).sum(axis=1) / weights.sum(axis=1)  # roundings of lse cancel
+    return (shift, lse), (jnp.zeros_like(shift), mean)
 
 
 def _parts(
@@ -267,15 +271,18 @@ def _parts(
 ) -> tuple[jax.Array, jax.Array]:
     """The loss of each token, and its derivative by the logits before the softcap."""
     cap, a, z, size = loss.softcap, loss.smoothing, loss.z_loss, product.shape[1]
-    logits, lse = _logits(product, bias, loss), _normalizers(product, bias, loss)
-    column = labels[:, None]
+    logits, (shift, lse) = _logits(product, bias, loss), _normalizers(product, bias, loss)
+    shifted, column = logits - shift[:, None], labels[:, None]
     picked = jnp.take_along_axis(product, column, 1, mode="fill", fill_value=jnp.nan)[:, 0]
     its_bias = None if bias is None else bias.at[labels].get(mode="clip")
-    picked = jnp.where(labels < 0, jnp.nan, _logits(picked, its_bias, loss))
-    losses = lse - (1 - a) * picked + z * jnp.square(lse)
-    losses = losses - a * logits.mean(axis=1) if a else losses
+    picked = jnp.where(labels < 0, jnp.nan, _logits(picked, its_bias, loss)) - shift
+    losses, slopes = lse - (1 - a) * picked, jnp.exp(shifted - lse[:, None])
+    if a:
+        losses = losses - a * shifted.mean(axis=1)
+    if z:
+        losses = losses + z * jnp.square(shift + lse)
+        slopes = slopes * (1 + 2 * z * (shift + lse)[:, None])
     hit = column == jnp.arange(size, dtype=labels.dtype)
-    slopes = (1 + 2 * z * lse[:, None]) * jnp.exp(logits - lse[:, None])
     slopes = slopes - (1 - a) * hit - (a / size if a else 0)
     return losses, slopes * (1 - jnp.square(logits / cap)) if cap else slopes
 
@@ -288,7 +295,8 @@ def _of_product(product: jax.Array, bias: Any, labels: jax.Array, loss: _Loss) -
 @_of_product.defjvp
 def _of_product_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     losses, slopes = _parts(primals[0], primals[1], primals[2], loss)
-    tangent = _logits(tangents[0], tangents[1], loss._replace(softcap=None))  # the sum of both
+    tangent = tangents[0].astype(loss.wide)
+    tangent = tangent if tangents[1] is None else tangent + tangents[1].astype(loss.wide)
     return losses, (slopes * tangent).sum(axis=1)
 
 

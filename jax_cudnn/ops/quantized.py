@@ -84,9 +84,10 @@ def quantized_matmul(
 
     For fewer than 1024 rows, scales by column multiply the product, in float32: on a GPU, XLA then
     reads the kernel as int8. For fewer rows than a group has features, scales by group multiply the
-    product of each group, which is in x's dtype; they are added up in float32. Otherwise the kernel
-    is multiplied first, in x's dtype, and during the product may be in memory like this. XLA runs
-    all of it.
+    product of each group, (rows, groups, out) in x's dtype (float16: in float32); they are added up
+    in float32. Otherwise the kernel is multiplied first, rounded to x's dtype, and during the
+    product may be in memory like this, so for symbolic sizes, too. Under ``vmap``, rows are those
+    of an example. XLA runs all of it, with what of x's rows and of ``out`` is sharded.
 
     Args:
         x: (..., features) floats.
@@ -138,21 +139,30 @@ def quantized_matmul(
     terms = Terms.of(
         None, bias, None, activation, shape=(*batch, out), features=out, rank=x.ndim, axis=-1
     )
-    parts, scale = kernel.reshape(groups, size, out), scale.reshape(groups, out).astype(wide)
-    how = normal_precision(precision)
-    few = isinstance(rows, int) and rows < (_MANY_ROWS if groups == 1 else size)
-    explicit = any(jax.typeof(y).sharding.mesh.explicit_axes for y in (x, kernel))
-    if few and groups == 1:
-        product = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=wide, precision=how)
-        product = product * scale[0]
-    elif few and not explicit:  # on explicit axes the groups of both would need one sharding
-        held = wide if x.dtype == jnp.float16 else x.dtype  # sums of int8 overflow in float16
-        each, parts = x.reshape(*batch, groups, size), parts.astype(x.dtype)
-        products = jnp.einsum(
-            "...gk,gkn->...gn", each, parts, preferred_element_type=held, precision=how
-        )
-        product = (products.astype(wide) * scale).sum(-2)
-    else:
-        scaled = (parts.astype(wide) * scale[:, None]).astype(x.dtype).reshape(kernel.shape)
-        product = jnp.matmul(x, scaled, preferred_element_type=wide, precision=how)
-    return apply_outside(product, terms, x.dtype.name)
+    how, few = normal_precision(precision), False  # of symbolic sizes nothing is known
+    if isinstance(rows, int):
+        few = rows < (_MANY_ROWS if groups == 1 else size)
+
+    def product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+        parts, factors = kernel.reshape(groups, size, out), scale.reshape(groups, out).astype(wide)
+        if few:
+            # In float16 sums of int8 overflow.
+            held = wide if groups == 1 or x.dtype == jnp.float16 else x.dtype
+            each, parts = x.reshape(*batch, groups, size), parts.astype(x.dtype)
+            found = jnp.einsum(
+                "...gk,gkn->...gn", each, parts, preferred_element_type=held, precision=how
+            )
+            return (found.astype(wide) * factors).sum(-2)
+        kernel = (parts.astype(wide) * factors[:, None]).astype(x.dtype).reshape(kernel.shape)
+        return jnp.matmul(x, kernel, preferred_element_type=wide, precision=how)
+
+    if jax.typeof(x).sharding.mesh.explicit_axes:
+        *of_rows, _ = jax.typeof(x).sharding.spec
+        of_out = jax.typeof(kernel).sharding.spec[1]
+        taken = {
+            axis for axes in of_rows for axis in (axes if isinstance(axes, tuple) else (axes,))
+        }
+        if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
+            of_out = None
+        product = jax.sharding.auto_axes(product, out_sharding=jax.P(*of_rows, of_out))
+    return apply_outside(product(x, kernel, scale), terms, x.dtype.name)

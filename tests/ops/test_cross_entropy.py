@@ -223,6 +223,31 @@ def test_logits_of_any_size(factor, shift, transformation):
         assert np.isfinite(jax.tree.leaves(found)[0]).all()
 
 
+@pytest.mark.parametrize("block", [None, 2])
+@pytest.mark.parametrize("offset", [-1e4, 1e5, -1e7, 1e10])
+def test_a_large_offset_of_all_logits_does_not_matter(offset, block):
+    bias, labels = jnp.full(8, offset), jnp.arange(4)
+
+    def of(bias):
+        hidden, weight = jnp.zeros((4, 1)), jnp.ones((1, 8))
+        return loss(hidden, weight, labels, bias=bias, block_size=block)
+
+    value, slopes = jax.value_and_grad(of)(bias)
+    np.testing.assert_allclose(value, np.log(8), 1e-6)
+    np.testing.assert_allclose(slopes, 1 / 8 - (np.arange(8) < 4) / 4, 1e-6)
+
+
+@pytest.mark.parametrize(("infinite", "want"), [(False, np.log(4)), (True, np.inf)])
+def test_huge_and_infinite_logits(infinite, want):
+    """Slopes are those of the softmax, except for NaN of the infinite one; optax has these."""
+    hidden, weight, labels = jnp.full((2, 1), 3e19), jnp.ones((1, 4)), jnp.array([0, 1])
+    bias = jnp.zeros(4).at[2].set(jnp.inf if infinite else 0)
+    value, slopes = jax.value_and_grad(lambda x: loss(hidden, weight, labels, bias=x))(bias)
+    np.testing.assert_allclose(value, want, 1e-6)
+    softmax = np.array([0, 0, np.nan, 0]) if infinite else np.full(4, 0.25)
+    np.testing.assert_allclose(slopes, softmax - [0.5, 0.5, 0, 0], 1e-6)
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize("devices", [1, 2])
 def test_one_gpu_subtracts_the_largest_logits_where_needed(devices, monkeypatch):

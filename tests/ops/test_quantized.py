@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 
@@ -141,3 +143,30 @@ def test_float16_keeps_outliers_and_small_scales(rows, key):
         want = np.asarray(x, "float64") @ dequantized(*quantized)
         got = np.asarray(jc.ops.quantized_matmul(x, *quantized), "float64")
         assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("size", [None, 8])
+@pytest.mark.parametrize("rows", [4, 2000])
+def test_rows_features_and_columns_may_be_sharded(rows, size, kind, key):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+    kernel, scale = jc.ops.quantize_weights(jax.random.normal(key, (64, 32)), size)
+    x = jax.random.normal(key, (rows, 64))
+    want = jc.ops.quantized_matmul(x, kernel, scale)
+    for of_x, of_kernel in (("a", None), (None, "b")), (("a", "b"), ("b", None)), (
+        ("a", None), ("b", "a")), ((("a", "b"), None), (None, "b")):  # fmt: skip
+        specs = P(*of_x), P(*of_kernel), P(*(None,) * (scale.ndim - 1), of_kernel[1])
+        with jax.set_mesh(mesh):
+            placed = [
+                jax.device_put(y, NamedSharding(mesh, spec))
+                for y, spec in zip((x, kernel, scale), specs, strict=True)
+            ]
+            np.testing.assert_allclose(jax.jit(jc.ops.quantized_matmul)(*placed), want, 1e-4, 1e-4)
+
+
+def test_symbolic_rows_are_exported():
+    kernel, scale = jc.ops.quantize_weights(jnp.ones((16, 8)), 4)
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 16"), "float32")
+    run = jax.jit(lambda x: jc.ops.quantized_matmul(x, kernel, scale))
+    exported = jax.export.export(run)(x)
+    np.testing.assert_allclose(exported.call(jnp.ones((3, 16))), 16 * np.ones((3, 8)), 1e-2)

@@ -51,8 +51,9 @@ def _never(spec: GraphSpec) -> _Found:
     if spec.has_float64:
         yield "dtype", FLOAT64
     for call, tensors in spec.at_ports:
-        dtypes = {t.dtype for t in tensors.values()}  # scales are floats of 8 bits
-        if FP4 in dtypes and dtypes.isdisjoint((E8M0, *FP8)):
+        counts = {t.dtype: math.prod(t.shape) for t in tensors.values()}
+        scales = min(counts.get(dtype, math.inf) for dtype in (E8M0, FP8[0]))
+        if FP4 in counts and scales >= counts[FP4]:  # one scale is of many values
             yield call.name, "float4 without the scales of its blocks"
     for call in spec.calls:
         if call.node.xla_only:

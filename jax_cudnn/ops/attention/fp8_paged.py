@@ -64,7 +64,7 @@ class PagedSdpaFp8(Fp8Forward):
     def support(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         sizes = {tensors[port].shape[2] for port in "kv" if f"page_table_{port}" in tensors}
         if len(sizes) > 1:
-            return Reason("cuDNN 9.19 computes fp8 attention over pages of two sizes wrongly")
+            return Reason("cuDNN 9.19 computed fp8 attention over pages of two sizes wrongly")
         return super().support(tensors, graph)
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
