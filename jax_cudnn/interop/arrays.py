@@ -187,8 +187,9 @@ class Ragged(NamedTuple):
 
     def into_array(self, value: Any, name: str) -> Any:
         """The offset into the array, of one into the larger buffer."""
-        given = value if self.step == self.size or is_array(value) else _as_jax(value, name)
-        return value if self.step == self.size else given // self.step * self.size
+        if self.step == self.size:
+            return value
+        return (value if is_array(value) else _as_jax(value, name)) // self.step * self.size
 
 
 def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
@@ -196,9 +197,7 @@ def offsets_of(tensors: Mapping[str, Any]) -> dict[str, Ragged]:
     offsets, which are int32, cannot index, or with gaps between the sequences."""
     found: dict[str, Ragged] = {}
     steps: dict[str, set[tuple[bool, int]]] = {}  # of tokens, and whether they have gaps
-    for name, tensor in tensors.items():
-        if tensor.offset is None:
-            continue
+    for name, tensor in ((n, t) for n, t in tensors.items() if t.offset is not None):
         step = size = 1
         if tensor.window and tensor.ndim == 4 and tensor.shape[0] * tensor.shape[2] > 1:
             (batch, heads, tokens, size), window = tensor.shape, tensor.window

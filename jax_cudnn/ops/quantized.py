@@ -164,5 +164,6 @@ def quantized_matmul(
         }
         if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
             of_out = None
-        product = jax.sharding.auto_axes(product, out_sharding=jax.P(*of_rows, of_out))
+        automatic: Any = jax.sharding.auto_axes(product, out_sharding=jax.P(*of_rows, of_out))
+        product = automatic
     return apply_outside(product(x, kernel, scale), terms, x.dtype.name)
