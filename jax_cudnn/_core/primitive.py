@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,6 +48,19 @@ def align_varying(operands: tuple[Any, ...]) -> list[Any]:
         operand if axes == union else jax.lax.pcast(operand, tuple(union - axes), to="varying")
         for operand, axes in zip(operands, varying, strict=True)
     ]
+
+
+def without_explicit_axes(function: Any, operands: Sequence[jax.Array], specs: Any) -> Any:
+    """The function with automatic axes where those of the operands' mesh are explicit: what it does
+    may have no rule for them. ``specs``: the shardings of its results.
+
+    The mesh is given by name: without ``jax.set_mesh`` only the operands' types have it."""
+    meshes: Any = (jax.typeof(x).sharding.mesh for x in operands)
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return function
+    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
+    return jax.sharding.auto_axes(function, out_sharding=shardings)
 
 
 def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:

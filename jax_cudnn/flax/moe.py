@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from .._core.errors import GraphError, one_of
+from .._core.primitive import without_explicit_axes
 from ..ops import epilogue
 from ..ops.arguments import integer
 from ..ops.epilogue import Activation
@@ -126,9 +127,7 @@ class MoE(nnx.Module):
         logits = self.router(x)
         mesh = None if self.expert_axis is None else self._mesh(x)
         run: Any = functools.partial(self._run, mapped=mesh is not None)
-        if mesh is not None and mesh.explicit_axes:
-            specs = jax.typeof(x).sharding.spec, jax.P()
-            run = jax.sharding.auto_axes(run, out_sharding=specs)
+        run = without_explicit_axes(run, (x,), (jax.typeof(x).sharding.spec, jax.P()))
         y, loss = run(x.astype(dtype), logits, weights)
         return (y, loss) if return_loss else y
 

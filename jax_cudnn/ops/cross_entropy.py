@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
-from .._core.primitive import align_varying
+from .._core.primitive import align_varying, without_explicit_axes
 from .arguments import floating, int32, integer, integral, number, preferred_dtype, promoted
 
 BLOCK = 2**27
@@ -135,11 +135,9 @@ def linear_cross_entropy(
         total = _total(*given, loss)
         return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
 
-    if not jax.typeof(hidden).sharding.mesh.explicit_axes:
-        return run(hidden, weight, bias, labels, kept)
     spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
-    automatic: Any = jax.sharding.auto_axes(run, out_sharding=spec)
-    return automatic(hidden, weight, bias, labels, kept)
+    run = without_explicit_axes(run, (hidden, weight, labels), spec)
+    return run(hidden, weight, bias, labels, kept)
 
 
 def _devices(*arrays: jax.Array) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import normal_precision
+from .._core.primitive import without_explicit_axes
 from .arguments import array, floating, integer
 from .epilogue import Activation, Terms, apply_outside
 
@@ -156,14 +157,10 @@ def quantized_matmul(
         kernel = (parts.astype(wide) * factors[:, None]).astype(x.dtype).reshape(kernel.shape)
         return jnp.matmul(x, kernel, preferred_element_type=wide, precision=how)
 
-    if jax.typeof(x).sharding.mesh.explicit_axes:
-        *of_rows, _ = jax.typeof(x).sharding.spec
-        of_out = jax.typeof(kernel).sharding.spec[1]
-        taken = {
-            axis for axes in of_rows for axis in (axes if isinstance(axes, tuple) else (axes,))
-        }
-        if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
-            of_out = None
-        automatic: Any = jax.sharding.auto_axes(product, out_sharding=jax.P(*of_rows, of_out))
-        product = automatic
+    *of_rows, _ = jax.typeof(x).sharding.spec
+    of_out = jax.typeof(kernel).sharding.spec[1]
+    taken = {axis for axes in of_rows for axis in (axes if isinstance(axes, tuple) else (axes,))}
+    if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
+        of_out = None
+    product = without_explicit_axes(product, (x, kernel), jax.P(*of_rows, of_out))
     return apply_outside(product(x, kernel, scale), terms, x.dtype.name)

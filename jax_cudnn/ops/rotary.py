@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError, nearest, shown
+from .._core.primitive import without_explicit_axes
 from .arguments import flags, floating, integer, integral, number
 
 _BASE = 10000.0
@@ -121,9 +122,7 @@ def rotary_embedding(
         )
     at, frequencies = _positions(positions, x.shape), jnp.asarray(frequencies, wide)
     run: Any = functools.partial(_rotated, interleaved=interleaved, scale=scale)
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.explicit_axes:
-        run = jax.sharding.auto_axes(run, out_sharding=sharding.spec)
+    run = without_explicit_axes(run, (x,), jax.typeof(x).sharding.spec)
     return run(x, at, frequencies)
 
 

@@ -1,5 +1,6 @@
 """MoE against a loop over tokens and experts in NumPy."""
 
+import contextlib
 import re
 
 import jax
@@ -138,6 +139,18 @@ def test_experts_on_devices_compute_what_one_device_does(shape, kind, tokens, ke
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(eager, want[0][1][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_tokens_on_explicit_axes_need_no_expert_axis(is_set, key):
+    moe, x = jnn.MoE(8, 12, 8, 3, rngs=nnx.Rngs(0)), jax.random.normal(key, (4, 6, 8))
+    want, mesh = moe(x), meshed("(2, 2)", "explicit")
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        graph, state = nnx.split(moe)
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+        got = nnx.merge(graph, state)(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert got.sharding.spec == P("data", None, None)
 
 
 def test_in_a_shard_map_it_takes_what_the_device_has(key):
