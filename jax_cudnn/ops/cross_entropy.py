@@ -172,6 +172,8 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Ar
             got=f"hidden {hidden.shape}, weight {weight.shape}, labels {labels.shape}",
             fix="pass weight.T" if hidden.shape[-1:] == weight.shape[1:] else None,
         )
+    if weight.shape[1] == 0:
+        raise GraphError("there are no classes", expected="weight (D, V)", got=f"{weight.shape}")
     if bias is not None and bias.shape != weight.shape[1:]:
         raise GraphError(
             "bias does not have one element for each class",

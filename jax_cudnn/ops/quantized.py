@@ -134,6 +134,7 @@ def quantized_matmul(
             "x does not fit the kernel",
             expected=f"(..., {kernel.shape[0]}) for a kernel of {kernel.shape}",
             got=f"{x.shape}",
+            fix="transpose the kernel before quantize_weights",
         )
     (*batch, features), out = x.shape, kernel.shape[1]
     size, rows, wide = features // groups, math.prod(batch), jnp.promote_types(x.dtype, jnp.float32)

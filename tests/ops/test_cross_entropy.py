@@ -337,6 +337,7 @@ def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
     [
         ({"hidden": jnp.ones((2, 3), int)}, "hidden has a dtype.*cast it"),
         ({"weight": jnp.ones((5, 3))}, "do not fit.*weight.T"),
+        ({"weight": jnp.ones((3, 0))}, "no classes"),
         ({"ignore_index": "no"}, "ignore_index is not valid"),
         ({"labels": jnp.ones(2)}, "labels are not integers.*argmax"),
         ({"labels": jnp.zeros((2, 5), int)}, r"do not fit.*labels \(2, 5\)"),
@@ -349,6 +350,7 @@ def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
         ({"preferred_element_type": "float33"}, "preferred_element_type"),
         ({"preferred_element_type": "int32"}, "logits are floats"),
         ({"softcap": jnp.ones(())}, "softcap is not a finite Python scalar.*static_argnames"),
+        ({"softcap": jnp.inf}, "softcap is not a finite Python scalar(?!.*static_argnames)"),
         ({"ignore_index": 1.5}, "ignore_index is not valid"),
         ({"hidden": "no"}, "hidden is not an array"),
     ],
