@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
 
 import functools
 import importlib.util
+import itertools
 import json
 import zlib
 
@@ -49,9 +50,13 @@ def _has_gpu() -> bool:
 
 def pytest_addoption(parser):
     parser.addoption("--every", action="store_true", help="each axis on a mesh, not a sample")
+    parser.addoption("--cases", type=int, default=1, help="of each test's cases, every n-th one")
 
 
+@pytest.hookimpl(trylast=True)  # of those that -k and -m select
 def pytest_collection_modifyitems(config, items):
+    tests = itertools.groupby([*items], lambda item: item.nodeid.partition("[")[0])
+    items[:] = [case for _, cases in tests for case in [*cases][:: config.getoption("cases")]]
     missing = {} if _has_gpu() else {"gpu": "no NVIDIA GPU is visible to JAX"}
     if not importlib.util.find_spec("cudnn"):
         missing["deviceless"] = "nvidia-cudnn-frontend is not installed"

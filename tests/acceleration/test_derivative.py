@@ -30,6 +30,12 @@ def test_attention_and_its_derivative(name):
     step = step_of(fn)
     assert found(step, q, k, v) == ([True], [])
     check(step, q, k, v, grad=False)
+
+
+@pytest.mark.parametrize("name", [*CASES][::5])
+def test_attention_and_its_derivative_under_checkpoint(name):
+    fn, _ = CASES[name]
+    q, k, v = arrays(*[(B, T, N, H)] * 3)
     again = step_of(jax.checkpoint(lambda *x: fn(*x) ** 2))
     assert found(again, q, k, v) == ([False, True], [])
     check(again, q, k, v, kinds=("attention",) * 2, grad=False)

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 def test_a_data_parallel_transformer_has_the_collectives_of_plain_jax():
     from benchmarks.sharded import AUTOMATIC, transformer
 

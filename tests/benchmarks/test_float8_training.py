@@ -8,6 +8,7 @@ from flax import nnx
 from benchmarks import float8
 
 
+@pytest.mark.long
 def test_a_small_run():
     cases = {name: case(0.0) for name, case in float8.TINY.items()}
     assert all(side["us"]["median"] > 0 for sides in cases.values() for side in sides.values())

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import many_gpus
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
     path = tmp_path / "many.json"
     command = [sys.executable, "-m", "benchmarks.many_gpus", "--tiny", "--into", str(path)]
