@@ -60,7 +60,7 @@ def without_explicit_axes(function: Any, operands: Sequence[jax.Array], specs: A
     if mesh is None:
         return function
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
-    return jax.sharding.auto_axes(function, out_sharding=shardings)
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
 
 
 def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:

@@ -149,3 +149,38 @@ def test_attention_under_a_mask_where_heads_are_sharded(heads):
         mask = jax.device_put(mask, P("data"))
         both = jc.ops.dot_product_attention, jax.nn.dot_product_attention
         assert_alike(*(functools.partial(f, mask=mask) for f in both), *operands)
+
+
+MAPPED = {
+    "matmul": (lambda x, w: jc.ops.matmul(x, w, activation="tanh"), (8, 16)),
+    "vmap": (jax.vmap(lambda x, w: jc.ops.matmul(x, w, activation="tanh"), (0, None)), (8, 16)),
+    "rotary": (lambda x, w: jc.ops.rotary_embedding(x[:, :, None] * w), (8,)),
+    "loss": (
+        lambda x, w: jc.ops.linear_cross_entropy(
+            x, w, jnp.zeros(x.shape[:2], int), reduction="none"
+        ),
+        (8, 16),
+    ),
+    "int8": (lambda x, w: jc.ops.quantized_matmul(x, jnp.ones((8, 16), "int8"), w), (16,)),
+    "attention": (
+        lambda x, w: jc.ops.dot_product_attention(*[x[:, :, None] * y for y in w]),
+        (3, 1, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_in_a_shard_map_of_one_axis_the_other_stays_explicit(name):
+    function, shape = MAPPED[name]
+    x, w = inputs(*TOKENS), inputs(*shape)
+
+    def both(x, w):
+        return function(x, w), jax.grad(lambda *given: jnp.sin(function(*given)).sum())(x, w)
+
+    want = both(x, w)
+    with mesh(AxisType.Explicit):
+        given = jax.device_put(x, P("data", "model")), jax.device_put(w, P())
+        specs = P("data"), P()
+        mapped = jax.shard_map(both, in_specs=specs, out_specs=P("data"), axis_names={"data"})
+        got = jax.jit(mapped)(*given)
+    assert_near(got, want)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ..errors import GraphTypeError, UnsupportedGraphError
 from ..graph.dtypes import E8M0
 from ..graph.spec import GraphSpec, intern
+from ..primitive import without_explicit_axes
 from ..user_context import CUDNN
 from .batch import NoFold, batch
 from .derived import Derived, Key
@@ -92,9 +93,10 @@ def _run(
     if not any(axis for x in arrays.values() for axis in jax.typeof(x).sharding.spec):
         return run(*arrays.values())
     there = [i for i, source in enumerate(derived.results) if source is not None]
-    some: Any = jax.sharding.auto_axes(
+    some = without_explicit_axes(
         lambda *values: [x for x in run(*values) if x is not None],
-        out_sharding=[shardings[i] for i in there],
+        [*arrays.values()],
+        [shardings[i].spec for i in there],
     )
     made: dict[int, Any] = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
     return [made.get(i) for i in range(len(derived.results))]
