@@ -50,13 +50,21 @@ def _has_gpu() -> bool:
 
 def pytest_addoption(parser):
     parser.addoption("--every", action="store_true", help="each axis on a mesh, not a sample")
-    parser.addoption("--cases", type=int, default=1, help="of each test's cases, every n-th one")
+    parser.addoption(
+        "--cases", type=int, default=1, help="of each test's cases, every n-th and the last"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m select
 def pytest_collection_modifyitems(config, items):
-    tests = itertools.groupby([*items], lambda item: item.nodeid.partition("[")[0])
-    items[:] = [case for _, cases in tests for case in [*cases][:: config.getoption("cases")]]
+    kept, others, step = [], [], max(1, config.getoption("cases"))
+    for _, cases in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        *cases, last = cases
+        for i, item in enumerate(cases):
+            (others if i % step else kept).append(item)
+        kept.append(last)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
     missing = {} if _has_gpu() else {"gpu": "no NVIDIA GPU is visible to JAX"}
     if not importlib.util.find_spec("cudnn"):
         missing["deviceless"] = "nvidia-cudnn-frontend is not installed"

@@ -50,13 +50,15 @@ def align_varying(operands: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def without_explicit_axes(function: Any, operands: Sequence[jax.Array], specs: Any) -> Any:
-    """The function with automatic axes where those of the operands' mesh are explicit: what it does
-    may have no rule for them. ``specs``: the shardings of its results.
+def without_explicit_axes(function: Any, operands: Sequence[Any], specs: Any) -> Any:
+    """The function with automatic axes in place of explicit ones: what it does may have no rule for
+    them. ``operands``: its arrays, or None; ``specs``: the shardings of its results.
 
-    The mesh is given by name: without ``jax.set_mesh`` only the operands' types have it."""
-    meshes: Any = (jax.typeof(x).sharding.mesh for x in operands)
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    The mesh is that of the operands' types, the only one without ``jax.set_mesh``; if they have
+    none, it is the one that is set."""
+    meshes: list[Any] = [jax.typeof(x).sharding.mesh for x in operands if x is not None]
+    found = [mesh for mesh in meshes if not mesh.empty] or [jax.sharding.get_abstract_mesh()]
+    mesh = next((mesh for mesh in found if mesh.explicit_axes), None)
     if mesh is None:
         return function
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)

@@ -127,7 +127,8 @@ class MoE(nnx.Module):
         logits = self.router(x)
         mesh = None if self.expert_axis is None else self._mesh(x)
         run: Any = functools.partial(self._run, mapped=mesh is not None)
-        run = without_explicit_axes(run, (x,), (jax.typeof(x).sharding.spec, jax.P()))
+        arrays, specs = (x, logits, *weights.values()), (jax.typeof(x).sharding.spec, jax.P())
+        run = without_explicit_axes(run, arrays, specs)
         y, loss = run(x.astype(dtype), logits, weights)
         return (y, loss) if return_loss else y
 

@@ -95,14 +95,14 @@ def number(name: str, value: Any, instead: str = "") -> float:
     """An argument as a Python scalar; GraphTypeError for arrays, which are known too late.
     ``instead`` says what to do with an array."""
     plain = value.item() if isinstance(value, np.generic) else value  # the bound overflows NumPy's
-    is_real = isinstance(plain, Real)
-    if is_real and not isinstance(plain, bool) and abs(plain) <= _LARGEST:
+    if isinstance(plain, Real) and not isinstance(plain, bool) and abs(plain) <= _LARGEST:
         return float(plain)
+    is_array = isinstance(value, (jax.Array, np.ndarray))
     raise GraphTypeError(
         f"{name} is not a finite Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",
         got=shown(value),
-        fix=None if is_real else f"{instead}under jax.jit list {name} in static_argnames",
+        fix=f"{instead}under jax.jit list {name} in static_argnames" if is_array else None,
     )
 
 

@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
     Raises:
         GraphTypeError: an operand is not an array of floats, or labels are not integers.
-        GraphError: shapes do not fit, or an option is out of range.
+        GraphError: shapes do not fit, V is 0, or an option is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc
@@ -135,9 +135,10 @@ def linear_cross_entropy(
         total = _total(*given, loss)
         return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
 
-    spec = jax.typeof(labels).sharding.spec if reduction == "none" else jax.P()
-    run = without_explicit_axes(run, (hidden, weight, labels), spec)
-    return run(hidden, weight, bias, labels, kept)
+    of_hidden, of_labels = (jax.typeof(x).sharding.spec for x in (hidden, labels))
+    spec = of_labels if any(of_labels) else jax.P(*of_hidden[:-1])
+    arrays = hidden, weight, bias, labels, kept
+    return without_explicit_axes(run, arrays, spec if reduction == "none" else jax.P())(*arrays)
 
 
 def _devices(*arrays: jax.Array) -> int:
@@ -173,7 +174,7 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Ar
             fix="pass weight.T" if hidden.shape[-1:] == weight.shape[1:] else None,
         )
     if weight.shape[1] == 0:
-        raise GraphError("there are no classes", expected="weight (D, V)", got=f"{weight.shape}")
+        raise GraphError("V is 0", expected="weight (D, V), V at least 1", got=f"{weight.shape}")
     if bias is not None and bias.shape != weight.shape[1:]:
         raise GraphError(
             "bias does not have one element for each class",

@@ -129,14 +129,15 @@ def quantized_matmul(
             "divides features",
             got=f"kernel {kernel.shape}, scale {scale.shape}",
         )
+    out = kernel.shape[1]
     if not x.ndim or x.shape[-1] != kernel.shape[0]:
         raise GraphError(
             "x does not fit the kernel",
             expected=f"(..., {kernel.shape[0]}) for a kernel of {kernel.shape}",
             got=f"{x.shape}",
-            fix="transpose the kernel before quantize_weights",
+            fix="transpose the kernel before quantize_weights" if x.shape[-1:] == (out,) else None,
         )
-    (*batch, features), out = x.shape, kernel.shape[1]
+    *batch, features = x.shape
     size, rows, wide = features // groups, math.prod(batch), jnp.promote_types(x.dtype, jnp.float32)
     terms = Terms.of(
         None, bias, None, activation, shape=(*batch, out), features=out, rank=x.ndim, axis=-1
@@ -163,5 +164,5 @@ def quantized_matmul(
     taken = {axis for axes in of_rows for axis in (axes if isinstance(axes, tuple) else (axes,))}
     if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
         of_out = None
-    product = without_explicit_axes(product, (x, kernel), jax.P(*of_rows, of_out))
+    product = without_explicit_axes(product, (x, kernel, scale), jax.P(*of_rows, of_out))
     return apply_outside(product(x, kernel, scale), terms, x.dtype.name)

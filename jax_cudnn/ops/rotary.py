@@ -122,7 +122,7 @@ def rotary_embedding(
         )
     at, frequencies = _positions(positions, x.shape), jnp.asarray(frequencies, wide)
     run: Any = functools.partial(_rotated, interleaved=interleaved, scale=scale)
-    run = without_explicit_axes(run, (x,), jax.typeof(x).sharding.spec)
+    run = without_explicit_axes(run, (x, at, frequencies), jax.typeof(x).sharding.spec)
     return run(x, at, frequencies)
 
 

@@ -141,16 +141,26 @@ def test_experts_on_devices_compute_what_one_device_does(shape, kind, tokens, ke
     np.testing.assert_allclose(eager, want[0][1][0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("axis", [None, "expert"])
+@pytest.mark.parametrize("sharded", ["both", "tokens", "weights", "neither"])
 @pytest.mark.parametrize("is_set", [True, False])
-def test_tokens_on_explicit_axes_need_no_expert_axis(is_set, key):
+def test_explicit_axes_of_tokens_weights_or_neither(is_set, sharded, axis, key):
     moe, x = jnn.MoE(8, 12, 8, 3, rngs=nnx.Rngs(0)), jax.random.normal(key, (4, 6, 8))
     want, mesh = moe(x), meshed("(2, 2)", "explicit")
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        graph, state = nnx.split(moe)
+    graph, state = nnx.split(jnn.MoE(8, 12, 8, 3, expert_axis=axis, rngs=nnx.Rngs(0)))
+    if sharded in ("both", "weights"):
         state = jax.device_put(state, NamedSharding(mesh, P()))
-        got = nnx.merge(graph, state)(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    if sharded in ("both", "tokens"):
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        if axis and not is_set and sharded in ("weights", "neither"):
+            with pytest.raises(jc.GraphError, match="set_mesh"):
+                nnx.merge(graph, state)(x)
+            return
+        got = nnx.merge(graph, state)(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    assert got.sharding.spec == P("data", None, None)
+    if sharded in ("both", "tokens"):
+        assert got.sharding.spec == P("data", None, None)
 
 
 def test_in_a_shard_map_it_takes_what_the_device_has(key):

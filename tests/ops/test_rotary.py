@@ -1,5 +1,6 @@
 """rotary_embedding and rotary_frequencies: formulas, derivatives, meshes, errors."""
 
+import contextlib
 import functools
 import math
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
@@ -185,8 +186,11 @@ def test_frequencies_without_a_scaling_are_the_default():
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs 4 (host) devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded_arrays_stay_where_they_are(kind):
+@pytest.mark.parametrize(
+    ("kind", "is_set"),
+    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
+)
+def test_sharded_arrays_stay_where_they_are(kind, is_set):
     shape = (2, 4, 6, 16)
     x, at = inputs(*shape), jnp.arange(8).reshape(2, 4)
     partial = functools.partial(rotate, rotary_dim=8, interleaved=True)
@@ -198,8 +202,9 @@ def test_sharded_arrays_stay_where_they_are(kind):
     want = both(x, at)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     for spec in (P("data", None, "model", None), P(None, "model", None, None)):
-        with jax.set_mesh(mesh):
-            given = jax.device_put(x, spec), jax.device_put(at, P(*spec[:2]))
+        of_x, of_positions = NamedSharding(mesh, spec), NamedSharding(mesh, P(*spec[:2]))
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            given = jax.device_put(x, of_x), jax.device_put(at, of_positions)
             made = jax.jit(both).lower(*given).compile()
             got = made(*given)
         for a, b in zip(got, want, strict=True):

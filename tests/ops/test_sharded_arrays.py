@@ -175,12 +175,17 @@ def test_in_a_shard_map_of_one_axis_the_other_stays_explicit(name):
     x, w = inputs(*TOKENS), inputs(*shape)
 
     def both(x, w):
-        return function(x, w), jax.grad(lambda *given: jnp.sin(function(*given)).sum())(x, w)
+        loss = lambda *given: jnp.sin(function(*given)).sum()  # noqa: E731
+        return function(x, w), jax.grad(loss)(x, w), jax.grad(loss, 1)(x, w)
 
     want = both(x, w)
     with mesh(AxisType.Explicit):
         given = jax.device_put(x, P("data", "model")), jax.device_put(w, P())
-        specs = P("data"), P()
-        mapped = jax.shard_map(both, in_specs=specs, out_specs=P("data"), axis_names={"data"})
+        results = P("data"), P("data"), P()
+        mapped = jax.shard_map(
+            both, in_specs=(P("data"), P()), out_specs=results, axis_names={"data"}
+        )
         got = jax.jit(mapped)(*given)
     assert_near(got, want)
+    for y in got[:2]:
+        assert y.sharding.spec[:2] == ("data", "model")

@@ -68,10 +68,9 @@ DROPS = {  # dropout, a sink, a bias
 }
 
 
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("name", DROPS)
-def test_dropout_and_sinks_are_those_of_dense_arrays(name, normal):
-    """A sequence draws the mask that it draws as an example of a padded array."""
+def dropped(name, normal):
+    """Packed attention and its reference, and their operands. A sequence draws the mask that it
+    draws as an example of a padded array."""
     drop, sink, shape = DROPS[name]
     queries, given, exact = offsets(0, 13, 13, 22, 31), dict(CAUSAL), dict(CAUSAL)
     operands = qkv(normal, e=6)
@@ -90,14 +89,23 @@ def test_dropout_and_sinks_are_those_of_dense_arrays(name, normal):
         of(packed(queries, **given)),
         of(functools.partial(attentions._packed, **offered(queries, **exact))),
     )
-    operands += others.values()
+    return (got, want), [*operands, *others.values()]
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", DROPS)
+def test_dropout_and_sinks_are_those_of_dense_arrays(name, normal):
+    functions, operands = dropped(name, normal)
     along = normal((40, 4, 6)), normal((40, 4))
-    for a, b in zip(*(outcome(f, operands, *along) for f in (got, want)), strict=True):
+    for a, b in zip(*(outcome(f, operands, *along) for f in functions), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
-    if name != "all":
-        return
-    total = [lambda *x, f=f: jnp.sum(f(*x)[0] ** 2) for f in (got, want)]
-    for further in (  # by the mask that the forward pass draws
+
+
+@pytest.mark.usefixtures("blocks")
+def test_further_derivatives_are_by_the_mask_that_the_forward_pass_draws(normal):
+    functions, operands = dropped("all", normal)
+    total = [lambda *x, f=f: jnp.sum(f(*x)[0] ** 2) for f in functions]
+    for further in (
         lambda f: jax.jvp(f, operands, operands)[1],
         lambda f: jax.jvp(jax.grad(f), operands, operands)[1],
         lambda f: jax.grad(lambda q: jax.grad(f)(q, *operands[1:]).sum())(operands[0]),
