@@ -174,7 +174,7 @@ def _check(hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Ar
             fix="pass weight.T" if hidden.shape[-1:] == weight.shape[1:] else None,
         )
     if weight.shape[1] == 0:
-        raise GraphError("V is 0", expected="weight (D, V), V at least 1", got=f"{weight.shape}")
+        raise GraphError("weight has no classes", expected="V above 0", got=f"{weight.shape}")
     if bias is not None and bias.shape != weight.shape[1:]:
         raise GraphError(
             "bias does not have one element for each class",

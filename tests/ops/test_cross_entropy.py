@@ -344,7 +344,7 @@ def test_what_devices_sum_in_each_block(specs, most, monkeypatch):
     [
         ({"hidden": jnp.ones((2, 3), int)}, "hidden has a dtype.*cast it"),
         ({"weight": jnp.ones((5, 3))}, "do not fit.*weight.T"),
-        ({"weight": jnp.ones((3, 0))}, "V is 0"),
+        ({"weight": jnp.ones((3, 0))}, "weight has no classes"),
         ({"ignore_index": "no"}, "ignore_index is not valid"),
         ({"labels": jnp.ones(2)}, "labels are not integers.*argmax"),
         ({"labels": jnp.zeros((2, 5), int)}, r"do not fit.*labels \(2, 5\)"),
