@@ -240,14 +240,14 @@ def _decide(region: Region, where: Site) -> None:
         region.outcome = NO_BACKWARD
     region.gain = "" if region.outcome else _gain(fused, where)
     if region.backward is None:
-        region.emit = _either(region.original, region.emit, fused, where)
+        region.emit = _either(region, fused, where)
 
 
-def _either(
-    original: Callable[..., Any], emit: Callable[..., Any], jaxpr: Any, where: Site
-) -> Callable[..., Any]:
+def _either(region: Region, jaxpr: Any, where: Site) -> Callable[..., Any]:
     """The fused function, of which ``jaxpr`` is one device's, with the derivative of the original
-    equations where cuDNN does not run forward and backward."""
+    equations where cuDNN does not run forward and backward. That of a product is products again:
+    each of its graphs runs where it is faster, and the forward alone decides."""
+    original, emit, of_forward = region.original, region.emit, region.kind == "product"
     refused: dict[Hashable, bool] = {}  # for equal layers
 
     @jax.custom_jvp
@@ -262,7 +262,7 @@ def _either(
         avals = _of_one_device(map(jax.typeof, primals))
         key = *moving, *avals
         if key not in refused:
-            refused[key] = bool(refusal(_pair(fused, avals, moving), where))
+            refused[key] = bool(refusal(_pair(fused, avals, moving), where, of_forward))
         function = _of(original if refused[key] else fused, primals, moving)
         return jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
 
@@ -301,9 +301,11 @@ def _of(function: Callable[..., Any], operands: Sequence[Any], moving: Sequence[
     return of
 
 
-def refusal(jaxpr: Any, where: Site) -> str:
-    """Why cuDNN does not run the products and normalizations of a jaxpr's graphs; else empty."""
+def refusal(jaxpr: Any, where: Site, of_forward: bool = False) -> str:
+    """Why cuDNN does not run the products and normalizations of a jaxpr's graphs, or of those of
+    the forward alone; else empty."""
     graphs = in_jaxpr(compat.live_program(jaxpr)[0])
+    graphs = ((name, spec) for name, spec in graphs if not (of_forward and spec.origin.suffix))
     return next((why for name, spec in graphs if (why := _refused(spec, where, name))), "")
 
 
