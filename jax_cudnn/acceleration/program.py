@@ -265,6 +265,8 @@ def _of_a_product(spec: GraphSpec, avals: tuple[Any, ...]) -> Any:
         return None
     if len(spec.outputs) != 1 or spec.constants or not spec.is_static:
         return None
+    if getattr(spec.calls[0].node, "columns", 1) > 1:  # heads, which a mesh may shard
+        return None
     try:
         return jax.make_jaxpr(functools.partial(evaluate, spec, products=NARROW))(*avals)
     except compat.ShardingTypeError:  # along explicit axes jnp asks where ours decides

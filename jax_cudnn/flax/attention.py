@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -18,8 +18,8 @@ from jax.sharding import AxisType
 from .. import ops
 from .._core.errors import GraphError
 from .._core.graph.options import Options
-from .layer import Layer, replacement, unknown
-from .linear import LinearGeneral
+from .layer import Layer, Operands, replacement, unknown
+from .linear import LinearGeneral, dense
 from .paged_cache import PagedCache, check_page_size
 from .rope import check_rope, check_self_attention, next_positions
 
@@ -67,8 +67,9 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
     - nothing else reads them: normalize_qk, rope, dropout, a mask, a cache, ``nnx.capture``;
     - there are at least as many tokens as features; and
-    - every device is known to hold whole kernels: JAX has one device, or the kernels' sharding
-      (for traced kernels, the types under an explicit mesh) says so.
+    - there are as many key heads as query heads, or every device is known to hold whole kernels:
+      JAX has one device, or the kernels' sharding (for traced kernels, the types under an explicit
+      mesh) says so.
 
     Raises:
         GraphError: ``local_window_size`` or ``rope`` where attention falls back to Flax (a custom
@@ -182,7 +183,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         alone = alone and inputs_q is inputs_k is inputs_v and attention is ops.attention_fn
         alone = alone and self.rope is None
         if alone and (qkv := self._joint(inputs_q)) is not None:
-            x = _attention_qkv(qkv, self.num_heads, **named)
+            x = _attention_qkv(qkv, self.num_heads, inputs_q.ndim - 2, **named)
             return self.out(x, out_sharding=out_sharding)
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -204,7 +205,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             "module": self if sow_weights else None,
         }
         if decode and self.paged_cache is not None:
-            attention = functools.partial(self._paged, attention)
+            attention = partial(self._paged, attention)
         elif decode:
             key, value, filled = self._cached(key, value)
             named |= filled
@@ -224,13 +225,13 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def _attention(self) -> Callable[..., jax.Array] | None:
         """The attention function that runs on cuDNN, or None for a custom one."""
         function = self.attention_fn
-        whole = function if isinstance(function, functools.partial) else functools.partial(function)
+        whole = function if isinstance(function, partial) else partial(function)
         if whole.func is ops.attention_fn:
             return function
         if function is nnx.dot_product_attention:
             return ops.attention_fn
         if whole.func is _ROPE is not None and {*whole.keywords} == {"rope"} and not whole.args:
-            return functools.partial(_attention_with_rope, **whole.keywords)
+            return partial(_attention_with_rope, **whole.keywords)
         return None
 
     def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:
@@ -318,10 +319,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return out.reshape(operands[0].shape)
 
     def _joint(self, x: jax.Array) -> jax.Array | None:
-        """The three projections of x in one product, concatenated along the heads: x is read once,
-        its gradient written once, and attention reads the parts in place. None if other code reads
-        the projections; if they are not one product in 16 bits; if there are so few tokens that
-        concatenating the kernels costs more; or if devices may hold parts of the kernels."""
+        """The three projections of x in one product: x is read once, its gradient written once, and
+        attention reads the parts in place. (..., T, 3, H, D), whose heads may be sharded; grouped
+        heads follow each other. None if other code reads the projections; if they are not one
+        product in 16 bits; if there are so few tokens that joining the kernels costs more; or if
+        devices may hold parts of the kernels of grouped heads."""
         layers = self.query, self.key, self.value
         one, *others = layers
         if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
@@ -335,16 +337,17 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         given = [layer.kernel[...] for layer in layers]
         given += [layer.bias[...] for layer in layers if layer.bias is not None]
         few = isinstance(x.size, int) and x.size < x.shape[-1] ** 2
-        if few or not all(same) or not all(map(_whole, given)):
+        grouped = any(a.kernel.shape != one.kernel.shape for a in others)
+        if few or not all(same) or (grouped and not all(map(_whole, given))):
             return None
         x, *given = promote_dtype((x, *given), dtype=one.dtype)
         if x.dtype.name not in ("bfloat16", "float16"):
             return None
-        kernel = jnp.concatenate(given[:3], 1)
-        bias = jnp.concatenate(given[3:]).ravel() if given[3:] else None
-        flat = kernel.reshape(x.shape[-1], -1)
-        y = ops.matmul(x, flat, bias=bias, precision=one.precision)
-        return y.reshape(*x.shape[:-1], *kernel.shape[1:])
+        joined = partial(jnp.concatenate, axis=-2) if grouped else partial(jnp.stack, axis=-3)
+        bias = joined(given[3:]) if given[3:] else None
+        operands = Operands(x, joined(given[:3]), bias, x.dtype.name)
+        numbers = ((x.ndim - 1,), (0,)), ((), ())
+        return dense(operands, numbers, one.precision, None)
 
 
 def _attention_with_rope(
@@ -354,11 +357,14 @@ def _attention_with_rope(
     return ops.attention_fn(rotate(query), rotate(key), value, **named)
 
 
-def _attention_qkv(qkv: jax.Array, heads: int, *, precision: Any, **named: Any) -> jax.Array:
-    """Attention for an array (*batch, tokens, heads of all three, size)."""
-    flat, options = qkv.reshape(-1, *qkv.shape[-3:]), Options(precision=precision)
-    out = ops.dot_product_attention_qkv(flat, heads, options=options, **named)
-    return out.reshape(*qkv.shape[:-2], heads, qkv.shape[-1])
+def _attention_qkv(
+    qkv: jax.Array, heads: int, batch_dims: int, *, precision: Any, **named: Any
+) -> jax.Array:
+    """Attention for an array (*batch, T, 3, H, D), or (*batch, T, heads of all three, D)."""
+    batch, rest = qkv.shape[:batch_dims], qkv.shape[batch_dims:]
+    options = Options(precision=precision)
+    out = ops.dot_product_attention_qkv(qkv.reshape(-1, *rest), heads, options=options, **named)
+    return out.reshape(*batch, *out.shape[1:])
 
 
 def _plain(layer: Any) -> bool:

@@ -80,7 +80,7 @@ class Linear(ActivatedLayer, nnx.Linear):
         operands = None if out_sharding is not None else _of_rows(self, inputs)
         if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
-        return _product(operands, _numbers(operands.x), self.precision, self.activation)
+        return dense(operands, _numbers(operands.x), self.precision, self.activation)
 
 
 class LinearGeneral(ActivatedLayer, nnx.LinearGeneral):
@@ -121,7 +121,7 @@ class LinearGeneral(ActivatedLayer, nnx.LinearGeneral):
             others = [(a, size) for a, size in enumerate(operands.x.shape) if a not in axes]
             sizes = (size if a in batch else 1 for a, size in others)
             operands = operands._replace(bias=operands.bias.reshape(*sizes, *self.out_features))
-        return _product(operands, numbers, self.precision, self.activation)
+        return dense(operands, numbers, self.precision, self.activation)
 
     def _numbers(self, operands: Operands) -> Numbers | None:
         """Dimension numbers, or None if the operands do not fit them."""
@@ -182,8 +182,8 @@ class Einsum(ActivatedLayer, nnx.Einsum):
             bias = bias.reshape([sizes.get(c, 1) for c in result])
         if made == [*result]:
             operands = operands._replace(bias=bias)
-            return _product(operands, numbers, self.precision, self.activation)
-        y = _product(operands._replace(bias=None), numbers, self.precision, None)
+            return dense(operands, numbers, self.precision, self.activation)
+        y = dense(operands._replace(bias=None), numbers, self.precision, None)
         return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
 
 
@@ -288,7 +288,7 @@ def _fit(operands: Operands, numbers: Numbers) -> bool:
     return all([x[a] for a in one] == [kernel[a] for a in other] for one, other in numbers)
 
 
-def _product(
+def dense(
     operands: Operands, numbers: Numbers, precision: Any, activation: Activation
 ) -> jax.Array:
     """``activation(lax.dot_general(x, kernel, numbers) + bias)``; bias has the result's rank."""

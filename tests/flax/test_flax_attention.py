@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks.collectives import collectives
 from flax import nnx
 from flax_cases import WITHIN, close, loss, without_key_bias
 from jax.sharding import AxisType, NamedSharding
@@ -146,16 +147,44 @@ def test_projections_of_the_same_inputs_are_one_product(name, monkeypatch):
 
 
 def test_kernels_that_devices_may_share_stay_apart():
-    """On several devices: traced kernels, which may be sharded later, and those with a sharding."""
-    layer, x = pair("bfloat16")[1], inputs(*WIDE, dtype="bfloat16")
+    """Those of grouped heads on several devices: traced ones, and those with a sharding."""
+    layer, x = pair("bfloat16", num_kv_heads=2)[1], inputs(*WIDE, dtype="bfloat16")
     graph, state = nnx.split(layer)
     traced = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x)
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     layer.query.kernel = nnx.Param(
         jax.device_put(layer.query.kernel[...], NamedSharding(mesh, P(None, "model")))
     )
     sharded = jax.make_jaxpr(lambda x: layer(x))(x)
     assert not any("attention_qkv" in str(jaxpr) for jaxpr in (traced, sharded))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", ["heads", "features", "batch"])
+def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
+    """On a mesh as alone; where heads or the batch are sharded, no device sends parts of kernels."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    layer, x = pair("bfloat16", use_bias=False)[1], inputs(*WIDE, dtype="bfloat16")
+    graph, state = nnx.split(layer)
+    of = {"heads": (P(None, "x"), P("x")), "features": (P("x"), P()), "batch": (P(), P())}[axis]
+    where = {(name, "kernel"): of[name == "out"] for name in ("query", "key", "value", "out")}
+    placed = nnx.from_flat_state([
+        (path, jax.device_put(w, NamedSharding(mesh, where[path])))
+        for path, w in nnx.to_flat_state(state)
+    ])  # fmt: skip
+    rows = jax.device_put(x, NamedSharding(mesh, P() if axis == "heads" else P("x")))
+    step = lambda state, x: loss(nnx.merge(graph, state), x)  # noqa: E731
+    moved = []
+    for joint in (True, False):
+        run = jax.jit(jax.value_and_grad(step, (0, 1)))
+        assert ("attention_qkv" in str(jax.make_jaxpr(run)(placed, rows))) == joint
+        close(run(placed, rows), jax.value_and_grad(step, (0, 1))(state, x), within=0.04)
+        moved.append(collectives(run.lower(placed, rows).compile().as_text()))
+        monkeypatch.setattr(jnn.MultiHeadAttention, "_joint", lambda *a: None)
+        jax.clear_caches()
+    joint, apart = moved
+    no_more = (nbytes <= apart.get(kind, [0, 0])[1] for kind, (_, nbytes) in joint.items())
+    assert axis == "features" or all(no_more), moved
 
 
 def test_kernels_of_the_host_are_whole():

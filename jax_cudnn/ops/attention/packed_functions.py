@@ -254,7 +254,8 @@ def dot_product_attention_qkv(
     is_causal, bottom_right, return_residual = flags(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
-    qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
+    qkv = floating("qkv", qkv)
+    heads, of_keys = _counts(qkv, num_heads)
     arguments.check_size(qkv.shape[-1], qkv)
     scale = arguments.scalar_scale(qkv, scale)
     band = arguments.band_of(is_causal, local_window_size, bottom_right)
@@ -262,20 +263,20 @@ def dot_product_attention_qkv(
     ends = arguments.lengths_of(scores, query_seq_lengths, key_value_seq_lengths)
     bias, rows = masked_bias(bias, mask, scores, qkv.dtype, band, ends)
     out, statistic = chosen(QKV, options, None, implementation)(
-        qkv, bias, ends, heads=heads, **attributes(scale, band)
+        qkv, bias, ends, heads=None if qkv.ndim == 5 else heads, **attributes(scale, band)
     )
     if rows is not None:
-        values = jnp.swapaxes(qkv[:, :, -of_keys:], 1, 2)
+        values = qkv[:, :, 2] if qkv.ndim == 5 else qkv[:, :, -of_keys:]
+        values = jnp.swapaxes(values, 1, 2)
         out, statistic = fill_with_mean(jnp.swapaxes(out, 1, 2), statistic, values, rows, ends)
         out = jnp.swapaxes(out, 1, 2)
     return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
 
 
-def _parts(qkv: jax.Array, heads: Any) -> tuple[jax.Array, int, int]:
-    """The array with rank 4, and its numbers of query heads and key heads."""
+def _counts(qkv: jax.Array, heads: Any) -> tuple[int, int]:
+    """The numbers of query heads and key heads."""
     if qkv.ndim == 5 and qkv.shape[2] == 3 and heads in (None, qkv.shape[3]):
-        b, t, _, n, h = qkv.shape
-        return qkv.reshape(b, t, 3 * n, h), n, n
+        return qkv.shape[3], qkv.shape[3]
     valid = isinstance(heads, (int, np.integer)) and not isinstance(heads, bool) and heads > 0
     of_keys = (qkv.shape[2] - heads) // 2 if qkv.ndim == 4 and valid else 0
     if of_keys < 1 or qkv.shape[2] != heads + 2 * of_keys or heads % of_keys:
@@ -284,4 +285,4 @@ def _parts(qkv: jax.Array, heads: Any) -> tuple[jax.Array, int, int]:
             expected="(B, T, 3, N, H), or (B, T, N + 2 K, H) with num_heads=N, a multiple of K",
             got=f"{list(qkv.shape)}, num_heads={heads!r}",
         )
-    return qkv, int(heads), of_keys
+    return int(heads), of_keys

@@ -256,52 +256,63 @@ _QKV_PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 @dataclasses.dataclass(frozen=True)
 class InOneArray(Storage):
-    """Queries, keys and values in one array qkv (B, S, M, D), as a joint projection writes them, of
-    which ``heads`` counts the query heads: the first of the M = heads + 2 N heads, followed by N
-    key heads and N value heads. O is (B, S, heads, D), Stats (B, heads, S, 1); the gradient is one
-    array, too."""
+    """Queries, keys and values in one array, as a joint projection writes them: qkv (B, S, 3, H, D),
+    whose heads can be sharded, or (B, S, M, D) with the number of query ``heads``, the first of the
+    M = heads + 2 N heads, followed by N key heads and N value heads. O is (B, S, H, D), Stats
+    (B, H, S, 1); the gradient is one array, too."""
 
-    heads: int
+    heads: int | None
 
     name = "qkv"
-    forward = f"qkv: b s m d, {_QKV_PORTS} -> O: b s h d, Stats: *l"
-    backward = (
-        f"qkv: b s m d, o: b s h d, dO: b s h d, stats: *l, {_QKV_PORTS} "
-        "-> dQKV: b s m d, dBias: *m"
-    )
     gradients: ClassVar = {"dQKV": "qkv"}
 
+    @property
+    def forward(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"qkv: {self._letters}, {_QKV_PORTS} -> O: b s h d, Stats: *l"
+
+    @property
+    def backward(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        given = f"qkv: {self._letters}, o: b s h d, dO: b s h d, stats: *l, {_QKV_PORTS}"
+        return f"{given} -> dQKV: {self._letters}, dBias: *m"
+
+    @property
+    def _letters(self) -> str:
+        return "b s three h d" if self.heads is None else "b s m d"
+
+    def counts(self, shape: Shape) -> tuple[int, int]:
+        """The numbers of query heads and of key heads in qkv."""
+        if self.heads is None:
+            return shape[3], shape[3]
+        return self.heads, (shape[2] - self.heads) // 2
+
     def check(self, inputs: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
-        batch, tokens, heads, _ = inputs["qkv"].shape
-        of_keys = (heads - self.heads) // 2
-        if of_keys < 1 or heads != self.heads + 2 * of_keys or self.heads % of_keys:
+        batch, tokens, count, *_ = shape = inputs["qkv"].shape
+        of_queries, of_keys = self.counts(shape)
+        total = 3 if self.heads is None else of_queries + 2 * of_keys
+        if of_keys < 1 or count != total or of_queries % of_keys:
             raise GraphError(
                 "the numbers of heads do not fit",
                 expected="N query heads, K key heads and K value heads, with N a multiple of K",
-                got=f"{heads} heads in total, {self.heads} of them query heads",
+                got=f"{[*shape]}, {of_queries} query heads",
             )
         lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
-        check_shapes(inputs, {**lengths, "stats": (batch, self.heads, tokens, 1)})
+        check_shapes(inputs, {**lengths, "stats": (batch, of_queries, tokens, 1)})
 
     def made(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
-        b, s, _, d = inputs["qkv"].shape
-        return (b, s, self.heads, d), (b, self.heads, s, 1)
+        (b, s, *_, d), (heads, _) = inputs["qkv"].shape, self.counts(inputs["qkv"].shape)
+        return (b, s, heads, d), (b, heads, s, 1)
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
-        batch, tokens, *_ = tensors["qkv"].shape
-        return (batch, self.heads, tokens, tokens)
+        batch, tokens, *_ = shape = tensors["qkv"].shape
+        return (batch, self.counts(shape)[0], tokens, tokens)
 
     def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
-        return (tensors["qkv"].shape[2] - self.heads) // 2
-
-    def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
-        """The first head and the number of heads of queries, keys and values."""
-        n = (heads - self.heads) // 2
-        return (0, self.heads), (self.heads, n), (self.heads + n, n)
+        return self.counts(tensors["qkv"].shape)[1]
 
     def flops(self, band: Any, tensors: Tensors) -> int | None:
-        b, s, _, d = tensors["qkv"].shape
-        return band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in tensors)
+        b, heads, s, _ = self.scores(tensors)
+        d = tensors["qkv"].shape[-1]
+        return band.flops((b, heads, s, d), (b, 1, s, d), "dO" in tensors)
 
     def refused(self, tensors: Tensors) -> Reason | None:
         if "dO" in tensors and tensors["qkv"].shape[1] == 1:
@@ -311,22 +322,30 @@ class InOneArray(Storage):
     def views(self, port: str, tensors: Tensors) -> Sequence[View] | None:
         if port not in ("qkv", "dQKV", "o", "O", "dO"):
             return None
-        shape = tensors[port].shape
+        shape = b, s, *_, d = tensors[port].shape
         names = {"qkv": ("q", "k", "v"), "dQKV": ("dQ", "dK", "dV")}.get(port)
         if names is None:
             return (tokens_first(port, shape),)
-        parts = zip(names, self.parts(shape[2]), strict=True)
-        return [tokens_first(port, shape, name, *part) for name, part in parts]
+        n, k = self.counts(shape)
+        flat, parts = (b, s, n + 2 * k, d), ((0, n), (n, k), (n + k, k))
+        return [
+            tokens_first(port, flat, name, *part) for name, part in zip(names, parts, strict=True)
+        ]
 
     def _arrays(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The arrays in the reference's form: q, k and v, with heads before tokens."""
-        found = {
-            port: jnp.swapaxes(x, 1, 2) if port in ("qkv", "o", "dO") else x
-            for port, x in arrays.items()
+        qkv = arrays["qkv"]
+        n, k = self.counts(qkv.shape)
+        if self.heads is None:
+            parts = [jax.lax.index_in_dim(qkv, i, 2, keepdims=False) for i in range(3)]
+        else:
+            parts = jax.lax.split(qkv, (n, k, k), 2)
+        found = {**arrays, **dict(zip("qkv", parts, strict=True))}
+        del found["qkv"]
+        return {
+            port: jnp.swapaxes(x, 1, 2) if port in ("q", "k", "v", "o", "dO") else x
+            for port, x in found.items()
         }
-        qkv = found.pop("qkv")
-        parts = (qkv[:, first : first + n] for first, n in self.parts(qkv.shape[1]))
-        return found | dict(zip("qkv", parts, strict=True))
 
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         o, total = attention.forward(self._arrays(arrays))
@@ -334,8 +353,10 @@ class InOneArray(Storage):
 
     def run_backward(self, attention: Attention, arrays: Arrays) -> dict[str, jax.Array]:
         found = attention.backward(self._arrays(arrays))
-        whole = jnp.concatenate([found[port] for port in ("dQ", "dK", "dV")], axis=1)
-        return {**found, "dQKV": jnp.swapaxes(whole, 1, 2)}
+        parts = [jnp.swapaxes(found[port], 1, 2) for port in ("dQ", "dK", "dV")]
+        if self.heads is None:
+            parts = [x[:, :, None] for x in parts]
+        return {**found, "dQKV": jnp.concatenate(parts, axis=2)}
 
     def folds(self, batched: frozenset[str], size: int, tensors: Tensors) -> Iterable[Fold]:
         return map(Fold, batch_folds(batched, tensors, tensors, "qkv"))
