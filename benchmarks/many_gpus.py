@@ -187,6 +187,7 @@ def main() -> None:
             began = time.perf_counter()
             entry = tried(measure, *cell, effort)
             entry["seconds"] = round(time.perf_counter() - began, 1)
+            entry["date"] = found["environment"]["date"] = about["date"]
             found["cells"][name] = entry
             found["cells"] = {
                 name: found["cells"][name] for name in order if name in found["cells"]

@@ -185,8 +185,8 @@ def _ready(
             lowered[side] = made[side].lower()
         except Exception as error:
             not_run[side] = told(error)
-    # After all is lowered, and on a mesh one by one, as plans are made there while XLA compiles: our
-    # choice is measured on a free device, which XLA's autotuning keeps busy.
+    # Our choice is measured on a free device, which XLA's autotuning keeps busy: after all is
+    # lowered, and on a mesh, where plans are made while XLA compiles, one by one.
     on_mesh = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(batch))
     with ThreadPoolExecutor(max_workers=1 if on_mesh else len(sides)) as pool:
         compiling = {side: pool.submit(lowered[side].compile) for side in lowered}

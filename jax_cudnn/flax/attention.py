@@ -183,8 +183,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         alone = alone and inputs_q is inputs_k is inputs_v and attention is ops.attention_fn
         alone = alone and self.rope is None
         if alone and (qkv := self._joint(inputs_q)) is not None:
-            x = _attention_qkv(qkv, self.num_heads, inputs_q.ndim - 2, **named)
-            return self.out(x, out_sharding=out_sharding)
+            batch, options = inputs_q.shape[:-2], Options(precision=named.pop("precision"))
+            qkv = qkv.reshape(-1, *qkv.shape[len(batch) :])
+            x = ops.dot_product_attention_qkv(qkv, self.num_heads, options=options, **named)
+            return self.out(x.reshape(*batch, *x.shape[1:]), out_sharding=out_sharding)
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -355,16 +357,6 @@ def _attention_with_rope(
 ) -> jax.Array:
     rotate = jax.vmap(rope, in_axes=-2, out_axes=-2)
     return ops.attention_fn(rotate(query), rotate(key), value, **named)
-
-
-def _attention_qkv(
-    qkv: jax.Array, heads: int, batch_dims: int, *, precision: Any, **named: Any
-) -> jax.Array:
-    """Attention for an array (*batch, T, 3, H, D), or (*batch, T, heads of all three, D)."""
-    batch, rest = qkv.shape[:batch_dims], qkv.shape[batch_dims:]
-    options = Options(precision=precision)
-    out = ops.dot_product_attention_qkv(qkv.reshape(-1, *rest), heads, options=options, **named)
-    return out.reshape(*batch, *out.shape[1:])
 
 
 def _plain(layer: Any) -> bool:

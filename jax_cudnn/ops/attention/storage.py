@@ -256,10 +256,10 @@ _QKV_PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 @dataclasses.dataclass(frozen=True)
 class InOneArray(Storage):
-    """Queries, keys and values in one array, as a joint projection writes them: qkv (B, S, 3, H, D),
-    whose heads can be sharded, or (B, S, M, D) with the number of query ``heads``, the first of the
-    M = heads + 2 N heads, followed by N key heads and N value heads. O is (B, S, H, D), Stats
-    (B, H, S, 1); the gradient is one array, too."""
+    """Queries, keys and values in one array, as a joint projection writes: qkv (B, S, 3, H, D),
+    whose heads can be sharded; or (B, S, M, D), where ``heads`` counts the query heads: the first
+    of the M = heads + 2 N heads, followed by N key heads and N value heads. O is (B, S, H, D),
+    Stats (B, H, S, 1); the gradient is one array, too."""
 
     heads: int | None
 
@@ -340,12 +340,9 @@ class InOneArray(Storage):
             parts = [jax.lax.index_in_dim(qkv, i, 2, keepdims=False) for i in range(3)]
         else:
             parts = jax.lax.split(qkv, (n, k, k), 2)
-        found = {**arrays, **dict(zip("qkv", parts, strict=True))}
-        del found["qkv"]
-        return {
-            port: jnp.swapaxes(x, 1, 2) if port in ("q", "k", "v", "o", "dO") else x
-            for port, x in found.items()
-        }
+        turned = dict(zip("qkv", parts, strict=True))
+        turned |= {port: arrays[port] for port in ("o", "dO") if port in arrays}
+        return {**arrays, **{port: jnp.swapaxes(x, 1, 2) for port, x in turned.items()}}
 
     def run(self, attention: Attention, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         o, total = attention.forward(self._arrays(arrays))
