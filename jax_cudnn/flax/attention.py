@@ -66,7 +66,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     bits are one matrix product, which attention reads in place, if
 
     - nothing else reads them: normalize_qk, rope, dropout, a mask, a cache, ``nnx.capture``;
-    - there are at least as many tokens as features; and
+    - there are at least as many tokens as features, and explicit axes shard the kernels alike; and
     - there are as many key heads as query heads, or every device is known to hold whole kernels:
       JAX has one device, or the kernels' sharding (for traced kernels, the types under an explicit
       mesh) says so.
@@ -338,6 +338,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         same += [(a.bias is None) == (one.bias is None) for a in others]
         given = [layer.kernel[...] for layer in layers]
         given += [layer.bias[...] for layer in layers if layer.bias is not None]
+        types = [jax.typeof(w).sharding for w in given]  # which jnp.stack wants to be equal
+        same += [types[i] == types[i // 3 * 3] for i in range(len(types))]
         few = isinstance(x.size, int) and x.size < x.shape[-1] ** 2
         grouped = any(a.kernel.shape != one.kernel.shape for a in others)
         if few or not all(same) or (grouped and not all(map(_whole, given))):
@@ -348,8 +350,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         joined = partial(jnp.concatenate, axis=-2) if grouped else partial(jnp.stack, axis=-3)
         bias = joined(given[3:]) if given[3:] else None
         operands = Operands(x, joined(given[:3]), bias, x.dtype.name)
-        numbers = ((x.ndim - 1,), (0,)), ((), ())
-        return dense(operands, numbers, one.precision, None)
+        return dense(operands, (((x.ndim - 1,), (0,)), ((), ())), one.precision, None)
 
 
 def _attention_with_rope(

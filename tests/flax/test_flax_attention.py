@@ -160,22 +160,21 @@ def test_grouped_heads_are_one_product_of_whole_kernels():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axis", ["heads", "features", "batch"])
+@pytest.mark.parametrize("axis", ["heads", "query's heads", "features", "batch"])
 def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
     """On a mesh as alone; where heads or the batch are sharded, there are no more collectives."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     layer, x = pair("bfloat16", use_bias=False)[1], inputs(*WIDE, dtype="bfloat16")
     graph, state = nnx.split(layer)
-    of = {"heads": (P(None, "x"), P("x")), "features": (P("x"), P()), "batch": (P(), P())}[axis]
-    where = {(name, "kernel"): of[name == "out"] for name in ("query", "key", "value", "out")}
-    placed = nnx.from_flat_state([
-        (path, jax.device_put(w, NamedSharding(mesh, where[path])))
-        for path, w in nnx.to_flat_state(state)
-    ])  # fmt: skip
-    rows = jax.device_put(x, NamedSharding(mesh, P() if axis == "heads" else P("x")))
+    of_query = {"features": P("x"), "batch": P()}.get(axis, P(None, "x"))
+    of = {"query": of_query, "out": P("x") if axis == "heads" else P()}
+    of |= dict.fromkeys(("key", "value"), P() if axis == "query's heads" else of_query)
+    flat = [(path, NamedSharding(mesh, of[path[0]]), w) for path, w in nnx.to_flat_state(state)]
+    placed = nnx.from_flat_state([(path, jax.device_put(w, where)) for path, where, w in flat])
+    rows = jax.device_put(x, NamedSharding(mesh, P() if "heads" in axis else P("x")))
     step = lambda state, x: loss(nnx.merge(graph, state), x)  # noqa: E731
     moved = []
-    for joint in (True, False):
+    for joint in ((axis, kind) != ("query's heads", AxisType.Explicit), False):
         run = jax.jit(jax.value_and_grad(step, (0, 1)))
         assert ("attention_qkv" in str(jax.make_jaxpr(run)(placed, rows))) == joint
         close(run(placed, rows), jax.value_and_grad(step, (0, 1))(state, x), within=0.04)
