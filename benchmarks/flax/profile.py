@@ -37,7 +37,7 @@ def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # each call of Python would be an event
     if jax.default_backend() != "cpu":
-        options.host_tracer_level = 0
+        options.host_tracer_level = 0  # kernels are on the device's planes: the host's are not read
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(_STEPS):

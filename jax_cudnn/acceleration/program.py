@@ -263,8 +263,8 @@ def _of_a_product(spec: GraphSpec, avals: tuple[Any, ...]) -> Any:
     free = options.implementation in (None, AUTO) and options.engine is None
     if not free or options.deterministic or spec.origin.role or methods != ["matmul", "add"]:
         return None
-    heads = getattr(spec.calls[0].node, "columns", 1) > 1  # which a mesh may shard
-    if heads or len(spec.outputs) != 1 or spec.constants or not spec.is_static:
+    joint = getattr(spec.calls[0].node, "columns", 1) > 2  # of heads, which a mesh may shard
+    if joint or len(spec.outputs) != 1 or spec.constants or not spec.is_static:
         return None
     try:
         return jax.make_jaxpr(functools.partial(evaluate, spec, products=NARROW))(*avals)

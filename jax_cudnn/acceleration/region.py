@@ -1,6 +1,6 @@
 """What is found, equations and the function that takes their place, and who runs it: decided while
-the function is traced, for the forward alone, and for forward and backward together where the
-region is differentiated."""
+the function is traced, for the forward alone. Where the region is differentiated, forward and
+backward are decided together, except for products."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     bits are one matrix product, which attention reads in place, if
 
     - nothing else reads them: normalize_qk, rope, dropout, a mask, a cache, ``nnx.capture``;
-    - there are at least as many tokens as features, and explicit axes shard the kernels alike; and
+    - there are at least as many tokens as features, explicit axes do not shard tokens, and they
+      shard the kernels alike; and
     - there are as many key heads as query heads, or every device is known to hold whole kernels:
       JAX has one device, or the kernels' sharding (for traced kernels, the types under an explicit
       mesh) says so.
@@ -321,13 +322,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return out.reshape(operands[0].shape)
 
     def _joint(self, x: jax.Array) -> jax.Array | None:
-        """The three projections of x in one product: x is read once, its gradient written once, and
-        attention reads the parts in place. (..., T, 3, H, D), whose heads may be sharded; grouped
-        heads follow each other. None if other code reads the projections; if they are not one
-        product in 16 bits; if there are so few tokens that joining the kernels costs more; or if
-        devices may hold parts of the kernels of grouped heads."""
-        layers = self.query, self.key, self.value
-        one, *others = layers
+        """The three projections of x in one product, (..., T, 3, H, D), or (..., T, N + 2 K, D) of
+        grouped heads: x is read once, its gradient written once, and attention reads the parts in
+        place. None if other code reads the projections; if they are not one product in 16 bits; if
+        few tokens make joining the kernels costly; or if parts would move between devices."""
+        one, *others = layers = self.query, self.key, self.value
         if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
             return None  # Flax rejects other rates; nnx.capture may read each projection
         if x.ndim < 3 or not all(map(_plain, layers)):
@@ -337,9 +336,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         same += [a.kernel.shape[::2] == one.kernel.shape[::2] for a in others]
         same += [(a.bias is None) == (one.bias is None) for a in others]
         given = [layer.kernel[...] for layer in layers]
-        given += [layer.bias[...] for layer in layers if layer.bias is not None]
+        given += [jnp.reshape(p.bias[...], p.out_features) for p in layers if p.bias is not None]
         types = [jax.typeof(w).sharding for w in given]  # which jnp.stack wants to be equal
         same += [types[i] == types[i // 3 * 3] for i in range(len(types))]
+        same += [jax.typeof(x).sharding.spec[-2] is None]  # attention of all three has no parts
         few = isinstance(x.size, int) and x.size < x.shape[-1] ** 2
         grouped = any(a.kernel.shape != one.kernel.shape for a in others)
         if few or not all(same) or (grouped and not all(map(_whole, given))):

@@ -86,8 +86,7 @@ def test_a_product_stays_where_xla_runs_its_backward(monkeypatch):
     monkeypatch.setattr(regions, "_refused", xlas)
     total = lambda f: jax.grad(lambda *x: f(*x).astype("float32").sum())  # noqa: E731
     layer = jc.accelerate(lambda x, w: jax.nn.gelu(x @ w))
-    found = graphs(total(layer), *half((4096, 1024), (1024, 4096)))
-    assert found == ["matmul", "matmul (backward)"]
+    assert graphs(total(layer), *half((4096, 64), (64, 4096))) == ["matmul", "matmul (backward)"]
     assert graphs(total(jc.accelerate(attend)), *half(*[SHAPE] * 3)) == []
 
 

@@ -19,8 +19,7 @@ def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
     command = [sys.executable, "-m", "benchmarks.many_gpus", "--tiny", "--into", str(path)]
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     for only in ("gpt2.*one GPU", "gpt2.*(FSDP|data x model), 4"):  # the second adds its cells
-        every = [*command, "--only", only]
-        subprocess.run(every, cwd=ROOT, env={**os.environ, **flags}, check=True)
+        subprocess.run([*command, "--only", only], cwd=ROOT, env=os.environ | flags, check=True)
     result = json.loads(path.read_text())
     names = "gpt2/tiny, one GPU, 1", "gpt2/tiny, FSDP, 4", "gpt2/tiny, data x model, 4"
     assert (*result["cells"],) == names

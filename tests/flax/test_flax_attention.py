@@ -120,6 +120,7 @@ JOINT = {
     "plain": ({}, {}, [WIDE], True),
     "two batch dimensions": ({"use_bias": False}, {}, [(2, 3, 40, FEATURES)], True),
     "grouped heads": ({"num_kv_heads": 2, "param_dtype": "float32"}, {}, [WIDE], True),
+    "flat biases": ({}, {}, [WIDE], True),
     "causal": ({"dropout_rate": 0.5}, {"is_causal": True, "deterministic": True}, [WIDE], True),
     "dropout": (DROPPED, {}, [WIDE], False),
     "few tokens": ({}, {}, [(1, 8, FEATURES)], False),
@@ -134,6 +135,8 @@ def test_projections_of_the_same_inputs_are_one_product(name, monkeypatch):
     settings, call, shapes, one = JOINT[name]
     layers = pair(**{"dtype": "bfloat16", **settings})
     dtype = layers[0].dtype
+    for part in (layers[0].query, layers[0].key, layers[0].value) if name == "flat biases" else ():
+        part.bias.set_value(part.bias[...].ravel())  # of both, which share it
     arrays = [inputs(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
     if one:
         found = [derived(layer, *arrays, **call) for layer in layers[::-1]]
@@ -164,12 +167,13 @@ def test_grouped_heads_are_one_product_of_whole_kernels():
 def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
     """On a mesh as alone; where heads or the batch are sharded, there are no more collectives."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    layer, x = pair("bfloat16", use_bias=False)[1], inputs(*WIDE, dtype="bfloat16")
+    layer, x = pair("bfloat16")[1], inputs(*WIDE, dtype="bfloat16")
     graph, state = nnx.split(layer)
     of_query = {"features": P("x"), "batch": P()}.get(axis, P(None, "x"))
     of = {"query": of_query, "out": P("x") if axis == "heads" else P()}
     of |= dict.fromkeys(("key", "value"), P() if axis == "query's heads" else of_query)
-    flat = [(path, NamedSharding(mesh, of[path[0]]), w) for path, w in nnx.to_flat_state(state)]
+    spec = lambda path: P(*of[path[0]][1:]) if path[1] == "bias" else of[path[0]]  # noqa: E731
+    flat = [(path, NamedSharding(mesh, spec(path)), w) for path, w in nnx.to_flat_state(state)]
     placed = nnx.from_flat_state([(path, jax.device_put(w, where)) for path, where, w in flat])
     rows = jax.device_put(x, NamedSharding(mesh, P() if "heads" in axis else P("x")))
     step = lambda state, x: loss(nnx.merge(graph, state), x)  # noqa: E731
@@ -177,7 +181,8 @@ def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
     for joint in ((axis, kind) != ("query's heads", AxisType.Explicit), False):
         run = jax.jit(jax.value_and_grad(step, (0, 1)))
         assert ("attention_qkv" in str(jax.make_jaxpr(run)(placed, rows))) == joint
-        close(run(placed, rows), jax.value_and_grad(step, (0, 1))(state, x), within=0.04)
+        both = run(placed, rows), jax.value_and_grad(step, (0, 1))(state, x)
+        close(*map(without_key_bias, both), within=0.04)
         text = run.lower(placed, rows).compile().as_text()
         moved.append(Counter(re.findall(r" (all-[a-z-]+|reduce-scatter|collective-\w+)\(", text)))
         monkeypatch.setattr(jnn.MultiHeadAttention, "_joint", lambda *a: None)

@@ -224,7 +224,8 @@ def dot_product_attention_qkv(
 
     Args:
         qkv: (B, T, N + 2 K, H), query heads first, then key heads, then value heads, with
-            ``num_heads``; or (B, T, 3, N, H). dtypes as in :func:`dot_product_attention`.
+            ``num_heads``; or (B, T, 3, N, H), whose heads a mesh can shard: the others are
+            gathered. dtypes as in :func:`dot_product_attention`.
         num_heads: N, the number of query heads. Each key head serves N / K consecutive ones.
         scale: factor of the scores, a Python scalar, by default ``H**-0.5``.
         bias, mask, is_causal, local_window_size, bottom_right: as in

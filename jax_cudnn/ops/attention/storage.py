@@ -256,7 +256,7 @@ _QKV_PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 @dataclasses.dataclass(frozen=True)
 class InOneArray(Storage):
-    """Queries, keys and values in one array, as a joint projection writes: qkv (B, S, 3, H, D),
+    """Queries, keys and values in one array, as joint projections write it: qkv (B, S, 3, H, D),
     whose heads can be sharded; or (B, S, M, D), where ``heads`` counts the query heads: the first
     of the M = heads + 2 N heads, followed by N key heads and N value heads. O is (B, S, H, D),
     Stats (B, H, S, 1); the gradient is one array, too."""
@@ -310,8 +310,7 @@ class InOneArray(Storage):
         return self.counts(tensors["qkv"].shape)[1]
 
     def flops(self, band: Any, tensors: Tensors) -> int | None:
-        b, heads, s, _ = self.scores(tensors)
-        d = tensors["qkv"].shape[-1]
+        b, heads, s, _, d = *self.scores(tensors), tensors["qkv"].shape[-1]
         return band.flops((b, heads, s, d), (b, 1, s, d), "dO" in tensors)
 
     def refused(self, tensors: Tensors) -> Reason | None:

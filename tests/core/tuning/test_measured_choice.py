@@ -34,6 +34,7 @@ def spec_of(*avals):
     return gelu.trace(*(avals or (X, X)))[1].spec
 
 
+OWN = {}, {"deterministic": True}, {"engine": 1}, {"implementation": "split"}
 SPEC = spec_of()
 TIMES = trials.Bench._times
 
@@ -507,9 +508,6 @@ def test_what_is_slower_than_its_share_of_time_is_not_tried(fake, monkeypatch):
     fake.seconds[1] = 4e-6
     monkeypatch.setattr(tuning, "_AVERAGE", 0.0)
     assert taken()[0] == "eng0"
-
-
-OWN = {}, {"deterministic": True}, {"engine": 1}, {"implementation": "split"}
 
 
 @pytest.mark.parametrize("own", OWN)
