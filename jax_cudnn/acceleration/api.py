@@ -32,6 +32,7 @@ _CALL = "jax.grad(jc.accelerate(loss))"
 _FIX = f"put accelerate around the function that is differentiated, {_CALL}"
 _MOST = 256  # shapes for which a function's regions are kept
 _ARRAY = object()  # in the place of an array among results
+_PLAIN = str, bytes, bool, int, float, complex, np.generic  # results without arrays of the trace
 
 
 def accelerate(
@@ -214,7 +215,7 @@ class Accelerated:
             closed, results, tree = _traced(call.run, avals)
             sizes = (n for aval in avals for n in getattr(aval, "shape", ()))
             fixed = all(isinstance(n, int) for n in sizes)  # else known in a run alone
-            fits = fixed and all(map(_is_plain, results))
+            fits = fixed and all(x is _ARRAY or isinstance(x, _PLAIN) for x in results)
             program, missed = search(closed, self._kinds if fits else (), self._strict)
             is_new = fits and program.jaxpr is closed.jaxpr
             if where is not None:
@@ -308,11 +309,6 @@ def search(closed: Any, kinds: Collection[str], strict: bool = False) -> tuple[P
 def _said(leaf: Any) -> Any:
     """What distinguishes an argument that is not an array: 1 from True, and 0.0 from -0.0."""
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a result is ``_ARRAY`` or a value that cannot hold arrays of the trace."""
-    return leaf is _ARRAY or isinstance(leaf, (str, bytes, bool, int, float, complex, np.generic))
 
 
 # -- the report ------------------------------------------------------------------------------------

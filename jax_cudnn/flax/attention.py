@@ -323,9 +323,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
     def _joint(self, x: jax.Array) -> jax.Array | None:
         """The three projections of x in one product, (..., T, 3, H, D), or (..., T, N + 2 K, D) of
-        grouped heads: x is read once, its gradient written once, and attention reads the parts in
-        place. None if other code reads the projections; if they are not one product in 16 bits; if
-        few tokens make joining the kernels costly; or if parts would move between devices."""
+        grouped heads, whose parts attention reads in place. None if other code reads them; if they
+        are not one product in 16 bits; if few tokens make it costly; or if parts would move."""
         one, *others = layers = self.query, self.key, self.value
         if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
             return None  # Flax rejects other rates; nnx.capture may read each projection
@@ -349,8 +348,25 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return None
         joined = partial(jnp.concatenate, axis=-2) if grouped else partial(jnp.stack, axis=-3)
         bias = joined(given[3:]) if given[3:] else None
-        operands = Operands(x, joined(given[:3]), bias, x.dtype.name)
-        return dense(operands, (((x.ndim - 1,), (0,)), ((), ())), one.precision, None)
+        alone = bias is not None and not any(jax.typeof(bias).sharding.spec)
+        fixed = lax.stop_gradient(bias) if alone else bias
+        operands = Operands(x, joined(given[:3]), fixed, x.dtype.name)
+        y = dense(operands, (((x.ndim - 1,), (0,)), ((), ())), one.precision, None)
+        return _with_bias(y, bias) if alone else y
+
+
+@jax.custom_jvp
+def _with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """What a product made with this bias. On automatic axes XLA would shard the gradients of one
+    graph alike, also where those of the kernels and of the biases are used sharded differently."""
+    return y
+
+
+@_with_bias.defjvp
+def _with_bias_jvp(primals: Any, tangents: Any) -> Any:
+    y, bias = (x.astype("float32") for x in tangents)  # in which the gradients of rows add up
+    moved = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+    return primals[0], moved.astype(primals[0].dtype)
 
 
 def _attention_with_rope(

@@ -179,12 +179,10 @@ def _batch(operands: Any, dims: Any, **how: Any) -> Any:
     return [y.reshape(y.shape[0], *x.shape[1:])], [1]
 
 
-def _abstract_eval(*avals: Any, **how: Any) -> list[Any]:
-    return list(jax.make_jaxpr(functools.partial(_padded, **how))(*avals).out_avals)
-
-
 exchange_p = compat.new_primitive("expert_exchange", lambda **how: "expert_exchange")
-exchange_p.def_abstract_eval(_abstract_eval)
+exchange_p.def_abstract_eval(
+    lambda *avals, **how: [*jax.make_jaxpr(functools.partial(_padded, **how))(*avals).out_avals]
+)
 mlir.register_lowering(exchange_p, mlir.lower_fun(_padded, multiple_results=True))
 mlir.register_lowering(exchange_p, mlir.lower_fun(_ragged, multiple_results=True), platform="cuda")
 ad.primitive_jvps[exchange_p] = _jvp

@@ -134,13 +134,11 @@ def test_projections_of_the_same_inputs_are_one_product(name, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)  # kernels are whole then, traced ones too
     settings, call, shapes, one = JOINT[name]
     layers = pair(**{"dtype": "bfloat16", **settings})
-    dtype = layers[0].dtype
     for part in (layers[0].query, layers[0].key, layers[0].value) if name == "flat biases" else ():
         part.bias.set_value(part.bias[...].ravel())  # of both, which share it
-    arrays = [inputs(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    arrays = [inputs(*shape, dtype=layers[0].dtype, seed=i) for i, shape in enumerate(shapes)]
     if one:
-        found = [derived(layer, *arrays, **call) for layer in layers[::-1]]
-        close(*found, within=WITHIN["bfloat16"])
+        close(*(derived(one, *arrays, **call) for one in layers[::-1]), within=WITHIN["bfloat16"])
 
     def run(*arrays):
         return layers[1](*arrays, **call, rngs=nnx.Rngs(dropout=7))
@@ -163,23 +161,25 @@ def test_grouped_heads_are_one_product_of_whole_kernels():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axis", ["heads", "query's heads", "features", "batch"])
+@pytest.mark.parametrize("axis", ["heads", "query's heads", "features", "batch", "FSDP"])
 def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
     """On a mesh as alone; where heads or the batch are sharded, there are no more collectives."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    layer, x = pair("bfloat16")[1], inputs(*WIDE, dtype="bfloat16")
+    layer, x = pair("bfloat16")[1], inputs(8, *WIDE[1:], dtype="bfloat16")
     graph, state = nnx.split(layer)
-    of_query = {"features": P("x"), "batch": P()}.get(axis, P(None, "x"))
+    of_query = {"features": P("x"), "FSDP": P("x"), "batch": P()}.get(axis, P(None, "x"))
     of = {"query": of_query, "out": P("x") if axis == "heads" else P()}
     of |= dict.fromkeys(("key", "value"), P() if axis == "query's heads" else of_query)
-    spec = lambda path: P(*of[path[0]][1:]) if path[1] == "bias" else of[path[0]]  # noqa: E731
-    flat = [(path, NamedSharding(mesh, spec(path)), w) for path, w in nnx.to_flat_state(state)]
-    placed = nnx.from_flat_state([(path, jax.device_put(w, where)) for path, where, w in flat])
+    fsdp, of_size = axis == "FSDP", (None, "x")  # features of kernels, and sizes of heads of biases
+    ends = {name: of_size[name == "out" :] if fsdp else own[1:] for name, own in of.items()}
+    spec = lambda path: P(*ends[path[0].key]) if path[1].key == "bias" else of[path[0].key]  # noqa: E731
+    where = jax.tree.map_with_path(lambda path, _: NamedSharding(mesh, spec(path)), state)
+    placed = jax.device_put(state, where)
     rows = jax.device_put(x, NamedSharding(mesh, P() if "heads" in axis else P("x")))
     step = lambda state, x: loss(nnx.merge(graph, state), x)  # noqa: E731
-    moved = []
+    moved, out = [], where if fsdp else None
     for joint in ((axis, kind) != ("query's heads", AxisType.Explicit), False):
-        run = jax.jit(jax.value_and_grad(step, (0, 1)))
+        run = jax.jit(jax.value_and_grad(step, (0, 1)), out_shardings=(None, (out, None)))
         assert ("attention_qkv" in str(jax.make_jaxpr(run)(placed, rows))) == joint
         both = run(placed, rows), jax.value_and_grad(step, (0, 1))(state, x)
         close(*map(without_key_bias, both), within=0.04)

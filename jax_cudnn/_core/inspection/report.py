@@ -179,8 +179,9 @@ class Bisection:
             yield "none differs from its reference by more than rounding explains"
         arrived = next((e for e in self.entries if e.nonfinite), None)
         if self.first_nan is not None:
-            kinds = _kinds(self.first_nan)
-            yield f"first {kinds}: {self.first_nan.title}, {_NONFINITE[self.first_nan.nonfinite]}"
+            made, where = self.first_nan.outputs, _NONFINITE[self.first_nan.nonfinite]
+            kinds = ["NaN"] * any(x.nan for x in made) + ["Inf"] * any(x.inf for x in made)
+            yield f"first {' and '.join(kinds)}: {self.first_nan.title}, {where}"
         elif arrived is not None and arrived.nonfinite == OPERANDS:
             yield f"the operands already contained NaN or Inf, first at {arrived.title}"
 
@@ -275,14 +276,6 @@ def _cells(entry: Entry, runs: int) -> tuple[str, ...]:
         _number(output.times_rounding),
         _NONFINITE[entry.nonfinite],
     )
-
-
-def _kinds(entry: Entry) -> str:
-    kinds = {
-        "NaN": any(output.nan for output in entry.outputs),
-        "Inf": any(output.inf for output in entry.outputs),
-    }
-    return " and ".join(kind for kind, found in kinds.items() if found)
 
 
 def _number(value: float) -> str:

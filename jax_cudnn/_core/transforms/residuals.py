@@ -69,7 +69,8 @@ def _cut(
     costly = [t for t in spec.tensors if t.name in maker and t.name not in free]
     place = {t.name: 2 * i for i, t in enumerate(costly)}
     source, sink = 2 * len(costly), 2 * len(costly) + 1
-    sizes = [_nbytes(t.shape, stored[t.name]) for t in costly]
+    known = ([n for n in t.shape if isinstance(n, int)] for t in costly)
+    sizes = [math.prod(n) * itemsize(stored[t.name]) for n, t in zip(known, costly, strict=True)]
     # Capacities are 32-bit integers.
     unit = max(1.0, sum(sizes) / _FINEST)
     costs = [max(1, round(size / unit)) for size in sizes]
@@ -97,8 +98,3 @@ def _cut(
     left.eliminate_zeros()
     reached = {*breadth_first_order(csr_array(left.T), sink, return_predecessors=False).tolist()}
     return {t.name for t in costly if place[t.name] not in reached and place[t.name] + 1 in reached}
-
-
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    sizes = [size if isinstance(size, int) else 1 for size in shape]
-    return math.prod(sizes) * itemsize(dtype)

@@ -264,7 +264,8 @@ class Packed(Storage):
             shape = (count, *x.shape[1:])
             if x.ndim == 4:
                 shape = (1, x.shape[1], rows if x.shape[2] > 1 else 1, x.shape[3])
-            part = _part(x, self._start(given, port, example, first, queries), shape)
+            start = self._start(given, port, example, first, queries)
+            part = jax.lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in start], shape)
             found[port] = part if x.ndim == 4 else jnp.swapaxes(part, 0, 1)[None]
         keys = jnp.where(queries > 0, given["lengths_kv"][example], 0)
         lengths = {"seq_len_q": queries, "seq_len_kv": keys, "first": first}
@@ -369,10 +370,6 @@ def _tokens(x: jax.Array) -> jax.Array:
 def _behind(x: jax.Array, axis: int, count: int, value: float = 0.0) -> jax.Array:
     widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value)
-
-
-def _part(x: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in start], shape)
 
 
 def _added(total: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
