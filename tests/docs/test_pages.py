@@ -107,16 +107,13 @@ def test_notebook_is_its_script_with_outputs(path):
     assert shown
     assert not [out for out in shown if out.output_type == "error" or out.get("name") == "stderr"]
     assert any("image/" in kind for out in shown for kind in out.get("data", {})), "no picture"
-    texts = [out.get("text", "") or str(_without_pictures(out.get("data", {}))) for out in shown]
+    held = ([x for kind, x in out.get("data", {}).items() if "image/" not in kind] for out in shown)
+    texts = [out.get("text", "") or str(x) for out, x in zip(shown, held, strict=True)]
     assert not [text for text in texts if _PATH.search(text)]
     if "with planned():" in path.with_suffix(".py").read_text():
         assert not [text for text in texts if _PROFILE.search(text)], (
             "run it on a GPU, and write it"
         )
-
-
-def _without_pictures(data):
-    return {kind: held for kind, held in data.items() if not kind.startswith("image/")}
 
 
 README = (ROOT / "README.md").read_text()

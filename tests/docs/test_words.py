@@ -51,7 +51,9 @@ def texts():
         for node in ast.walk(tree):
             if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
                 yield path, node.body[0].lineno, node.body[0].value.value
-        for shown_by in filter(_is_shown, ast.walk(tree)):
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        showing = (node for node in calls if re.search(_SHOWING, ast.unparse(node.func)))
+        for shown_by in (*showing, *(n for n in ast.walk(tree) if isinstance(n, ast.Raise))):
             for node in ast.walk(shown_by):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, node.lineno, node.value
@@ -66,11 +68,6 @@ def texts():
         for literal in re.finditer(r'"([^"\\\n]|\\.)*"(\s*"([^"\\\n]|\\.)*")*', text):
             line = text.count("\n", 0, literal.start()) + 1
             yield path, line, re.sub(r'"\s*"', "", literal[0])
-
-
-def _is_shown(node):
-    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return isinstance(node, ast.Raise) or bool(re.search(_SHOWING, called))
 
 
 def test_no_phrase_comes_back():

@@ -37,13 +37,9 @@ class Block(nnx.Module):
         return self.norm((x + scale * y).astype(jnp.float32))
 
 
-def loss_of(model, x):
-    return (model(x) ** 2 * jnp.arange(W)).mean()
-
-
 @nnx.jit
 def step(model, optimizer, x):
-    loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+    loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2 * jnp.arange(W)).mean())(model)
     optimizer.update(model, gradients)
     return loss
 

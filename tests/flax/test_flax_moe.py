@@ -97,15 +97,17 @@ def test_biases_and_activations(activation, key):
     assert np.allclose(moe(x), want, atol=1e-4)
 
 
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-SHAPES = {"(4,)": ((4,), ("expert",)), "(2, 2)": ((2, 2), ("data", "expert"))}
+COUNT = min(4, len(jax.devices()))
+SHAPES = {"(4,)": ((COUNT,), ("expert",)), "(2, 2)": ((COUNT // 2, 2), ("data", "expert"))}
 
 
 def meshed(shape, kind, devices=None):
     sizes, names = SHAPES[shape]
     devices = jax.devices() if devices is None else devices
     kinds = (KINDS[kind],) * len(sizes)
-    return jax.sharding.Mesh(np.array(devices[:4]).reshape(sizes), names, axis_types=kinds)
+    return jax.sharding.Mesh(np.array(devices[:COUNT]).reshape(sizes), names, axis_types=kinds)
 
 
 def loss_of(graph, state, x):
@@ -117,6 +119,8 @@ def on_experts(path, _):
     return P() if "router" in jax.tree_util.keystr(path) else P("expert")
 
 
+@pytest.mark.several_gpus
+@pytest.mark.skipif(COUNT not in (2, 4), reason="needs 2 or 4 devices")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [(4, 6), (3,)], ids=str)
@@ -136,9 +140,10 @@ def test_experts_on_devices_compute_what_one_device_does(shape, kind, tokens, ke
         spec = P(mesh.axis_names[0]) if tokens[0] == 4 else P()
         got = derive(graph, state, jax.device_put(x, NamedSharding(mesh, spec)))
         eager = nnx.merge(graph, state)(jax.device_put(x, NamedSharding(mesh, spec)))
+    within = {"rtol": 2e-2, "atol": 2e-2} if jax.default_backend() == "gpu" else NEAR  # TF32
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(eager, want[0][1][0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, b, **within)
+    np.testing.assert_allclose(eager, want[0][1][0], **within)
 
 
 @pytest.mark.parametrize("axis", [None, "expert"])

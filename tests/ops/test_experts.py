@@ -17,6 +17,7 @@ import jax_cudnn as jc
 from jax_cudnn.ops import experts
 
 ROWS, K, N, E = 10, 3, 5, 8
+COUNT = min(4, len(jax.devices()))
 SIZES = {
     "mixed": [[1, 2, 0, 3, 1, 1, 0, 2], [0, 0, 4, 1, 0, 2, 3, 0], [2] * 5 + [0] * 3, [1] * 8],
     "all to one expert": [[0, 0, 0, 0, 0, 10, 0, 0]] * 4,
@@ -54,6 +55,8 @@ def emulated(operand, output, first, sent, place, received, *, axis_name):
 @pytest.fixture(params=["all_to_all", "ragged_all_to_all"])
 def way(request, monkeypatch):
     """XLA has no ragged_all_to_all on CPUs: here its arguments are checked."""
+    if request.param == "ragged_all_to_all" and jax.default_backend() == "gpu":
+        pytest.skip("the other case is it")
     if request.param == "ragged_all_to_all":
         monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
         lower = mlir.lower_fun(experts._ragged, multiple_results=True)
@@ -96,11 +99,13 @@ def operands(key, devices=4):
     return rows, jax.random.normal(other, (E, K, N), "float64")
 
 
+@pytest.mark.several_gpus
+@pytest.mark.skipif(E % COUNT > 0 or COUNT < 2, reason="needs 2 or 4 devices")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_values_and_gradients_are_those_of_one_device(sizes, key, x64, way):
-    mesh = Mesh(jax.devices()[:4], "expert")
-    rows, weights = operands(key)
-    sizes = jnp.array(sizes)
+    mesh = Mesh(jax.devices()[:COUNT], "expert")
+    rows, weights = operands(key, COUNT)
+    sizes = jnp.array(sizes)[:COUNT]
 
     def both(f):
         def loss(rows, weights):
