@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,35 @@ def compiled(model: Any, column: str, over: str, way: str) -> Any:
     """The step of a :class:`.sharded.Model`, on the mesh of that name."""
     from absent_gpus import OPTIONS, h200s  # of tests/, with cuDNN  # pyright: ignore
 
-    from .sharded import EXPLICIT, GIVEN, MANUAL, MESHES
+    from .sharded import GIVEN, MESHES
 
-    sizes, explicit, manual = MESHES[over], way == EXPLICIT, way == MANUAL
+    run, placed, context = program(model, column, over, way, MESHES[over], h200s(8))
+    given = model.params, model.state, model.data
+    if way != GIVEN:
+        given = jax.tree.map(
+            lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), given, placed
+        )
+    with jc.target("H200"), context:
+        return run.lower(*given).compile(compiler_options=OPTIONS)
+
+
+def program(
+    model: Any,
+    column: str,
+    over: str,
+    way: str,
+    sizes: dict[str, int],
+    devices: Sequence[Any],
+    update: Callable[[Any, Any], Any] = lambda p, g: (p - 0.1 * g).astype(p.dtype),
+) -> tuple[Any, Any, Any]:
+    """A step on a mesh: a jitted function of parameters, state and data that returns the loss, what
+    ``update`` makes of each parameter and its gradient, and the state; the shardings of its
+    operands; and a context for its call."""
+    from .sharded import EXPLICIT, GIVEN, MANUAL
+
+    explicit, manual = way == EXPLICIT, way == MANUAL
     mesh = jax.sharding.Mesh(
-        np.array(h200s(8)).reshape(*sizes.values()),
+        np.array(devices).reshape(*sizes.values()),
         (*sizes,),
         axis_types=(AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes),
     )
@@ -59,7 +84,7 @@ def compiled(model: Any, column: str, over: str, way: str) -> Any:
         own = P(*(axis if axis in sizes else None for axis in model.spec(path)))
         if over != "FSDP" or "data" in own:
             return own
-        return P(*[None] * [size % 8 for size in x.shape].index(0), "data")
+        return P(*[None] * [size % mesh.size for size in x.shape].index(0), "data")
 
     def read(path: Any, x: Any, own: P) -> Any:
         """FSDP's gather of a parameter, where it is not automatic."""
@@ -80,20 +105,14 @@ def compiled(model: Any, column: str, over: str, way: str) -> Any:
             return jax.lax.pmean(found, "data") if manual and "data" in sizes else found
 
         (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-        update = jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, gradients)
-        return value, update, new
+        return value, jax.tree.map(update, params, gradients), new
 
-    given = model.params, model.state, model.data
     specs = (
         jax.tree.map_with_path(spec, model.params),
         jax.tree.map(lambda _: P(), model.state),
         jax.tree.map(lambda _: data, model.data),
     )
     placed = jax.tree.map(lambda own: NamedSharding(mesh, own), specs)
-    if way != GIVEN:
-        given = jax.tree.map(
-            lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), given, placed
-        )
     if manual:
         results = P(), *specs[:2]
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=results)
@@ -102,8 +121,7 @@ def compiled(model: Any, column: str, over: str, way: str) -> Any:
         shardings["in_shardings"] = placed
     is_set = explicit or (model.constrained and not manual)
     context = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
-    with jc.target("H200"), context:
-        return jax.jit(step, **shardings).lower(*given).compile(compiler_options=OPTIONS)
+    return jax.jit(step, **shardings), placed, context
 
 
 def collectives(program: str) -> dict[str, list[int]]:

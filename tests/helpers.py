@@ -78,8 +78,9 @@ def same(got, want, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def two_processes(worker, *options, timeout, **environments):
-    """What the two processes of a job print: ``python worker PORT RANK``, JSON on its last line.
+def two_processes(worker, *options, timeout, mode=(), **environments):
+    """What the two processes of a job print: ``python worker PORT RANK``, JSON on its last line;
+    with a ``mode``, a further argument that makes them fail, their exit codes and errors.
 
     ``environments`` are variables with a value for each.
     """
@@ -88,7 +89,7 @@ def two_processes(worker, *options, timeout, **environments):
         port = free.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, *options, str(worker), str(port), str(rank)],
+            [sys.executable, *options, str(worker), str(port), str(rank), *mode],
             env={**os.environ, **{name: str(v[rank]) for name, v in environments.items()}},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,6 +102,8 @@ def two_processes(worker, *options, timeout, **environments):
     finally:
         for process in processes:
             process.kill()
+    if mode:
+        return [(p.returncode, errors) for p, (_, errors) in zip(processes, finished, strict=True)]
     for process, (_, errors) in zip(processes, finished, strict=True):
         assert process.returncode == 0, errors[-4000:]
     return [json.loads(output.splitlines()[-1]) for output, _ in finished]
