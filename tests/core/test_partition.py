@@ -218,6 +218,25 @@ def test_weights_are_gathered_once_for_a_step():
     assert ours["all-gather"] == plain["all-gather"] == 32 * 64 + 64
 
 
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
+def test_a_batch_comes_before_the_shards_of_a_larger_weight(spec, types):
+    """Else a large result would be a sum of parts, and types would depend on sizes."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+    values = jnp.sin(jnp.arange(16.0 * 64)).reshape(16, 64), jnp.eye(64) + 0.5
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, s))
+        for x, s in zip(values, (P("data"), spec), strict=True)
+    ]
+    twice = lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: x + jc.ops.matmul(x, w), x)  # noqa: E731
+    run = step(twice, 2)
+    compiled = run.lower(*arrays).compile()
+    for got, want in zip(*map(jax.tree.leaves, (compiled(*arrays), run(*values))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert jax.jit(twice)(*arrays).sharding.spec[0] == "data"
+    assert moved(compiled)["all-gather"] % (64 * 64) == moved(compiled)["all-to-all"] == 0
+
+
 MAPPED = {  # function, shape and sharding of what is mapped, and of what is not
     "product": (jc.ops.matmul, X, P("data"), (32, 64), P(None, "model")),
     "conv": (

@@ -131,7 +131,8 @@ class Rewriter:
             after = self.run(body, [*body_consts, *carry], inside)
             if test.out_avals[0].ndim:  # under vmap some elements keep their values
                 (on,) = jax.core.eval_jaxpr(_open(test), test.consts, *test_consts, *carry)
-                after = [_where(on, x, y) for x, y in zip(after, carry, strict=True)]
+                kept = [on.reshape(*on.shape, *[1] * (x.ndim - on.ndim)) for x in after]
+                after = [*map(jnp.where, kept, after, carry)]
             return i + 1, after
 
         return lax.while_loop(go_on, step, (jnp.int32(0), carry))[1]
@@ -186,8 +187,3 @@ def _open(jaxpr: Any) -> Any:
 def _split(values: Sequence[Any], *sizes: int) -> tuple[list[Any], ...]:
     bounds = (0, *itertools.accumulate(sizes), len(values))
     return tuple([*values[i:j]] for i, j in itertools.pairwise(bounds))
-
-
-def _where(on: Any, x: Any, y: Any) -> Any:
-    """``x`` or ``y``, by the first dimensions."""
-    return jnp.where(on.reshape(*on.shape, *[1] * (x.ndim - on.ndim)), x, y)

@@ -187,8 +187,9 @@ def _chosen(
     sizes: dict[str, int],
     sums: bool,
 ) -> dict[Factor, Axes]:
-    """The mesh axes that shard each factor: those of operands before those of results; among them
-    those of products, then large ones, come first. A mesh axis shards one factor of each call."""
+    """The mesh axes that shard each factor: those of operands before those of results; of operands,
+    a product's come first, in their order, but last what is summed though another has all of it,
+    as a weight's contracted dimension next to a batch. An axis shards one factor of each call."""
     of = {
         at: (factor, calls)
         for factor, calls in _calls(spec).items()
@@ -197,27 +198,32 @@ def _chosen(
         for at in factor.axes
     }
     anchored = {name for call in spec.anchors for _, name in call.inputs}
-    given = sorted(spec.input_tensors, key=lambda t: (t.name not in anchored, -t.nbytes))
-    sides = [(t, have[t.name]) for t in given]
-    sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]
+    known = {(name, dim): axes for name in spec.inputs for dim, axes in enumerate(have[name])}
+
+    def rank(at: tuple[str, int]) -> tuple[bool, bool, int]:
+        ways, size = {known.get(x, known[at]) for x in of[at][0].axes}, -spec.tensor(at[0]).nbytes
+        alone = bool(of[at][0].partial) and len(ways) > 1
+        return at[0] not in anchored, alone, 0 if at[0] in anchored else size
+
+    sides = [(at, known[at]) for at in sorted((at for at in known if at in of), key=rank)]
+    sides += [((name, dim), axes) for name, own in goal.items() for dim, axes in enumerate(own)]
     chosen: dict[Factor, Axes] = {}
     kinds: dict[str, str] = {}
     used: list[tuple[frozenset[int], Axes]] = []
-    for tensor, sharding in sides:
-        for dim, axes in enumerate(sharding):
-            factor, calls = of.get((tensor.name, dim), (None, frozenset()))
-            if factor is None or factor in chosen:
-                continue
-            taken = {axis for others, own in used if others & calls for axis in own}
-            fits = [
-                axes[:n]
-                for n in range(len(axes), 0, -1)
-                if factor.size % size_of(axes[:n], sizes) == 0 and not taken & {*axes[:n]}
-            ]
-            if fits and all(kinds.get(name, kind) == kind for name, kind in factor.partial):
-                chosen[factor] = fits[0]
-                used.append((calls, fits[0]))
-                kinds.update(factor.partial)
+    for at, axes in sides:
+        factor, calls = of.get(at, (None, frozenset()))
+        if factor is None or factor in chosen:
+            continue
+        taken = {axis for others, own in used if others & calls for axis in own}
+        fits = [
+            axes[:n]
+            for n in range(len(axes), 0, -1)
+            if factor.size % size_of(axes[:n], sizes) == 0 and not taken & {*axes[:n]}
+        ]
+        if fits and all(kinds.get(name, kind) == kind for name, kind in factor.partial):
+            chosen[factor] = fits[0]
+            used.append((calls, fits[0]))
+            kinds.update(factor.partial)
     return chosen
 
 
