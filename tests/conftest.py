@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _device(request):
-    """Tests that are not marked ``gpu`` run on the CPU, also where there is a GPU."""
-    if request.node.get_closest_marker("gpu"):
+    """Tests with none of these marks run on the CPU, also where there is a GPU."""
+    if any(map(request.node.get_closest_marker, ("gpu", "several_gpus"))):
         yield
     else:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
