@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -87,8 +88,12 @@ def measure(case: Any, layout: str, sizes: dict[str, int], effort: Effort) -> En
     sides = (CUDNN if case.attends else PLAIN, WHOLE, OURS)
     found = measure(many, effort, True, sides, partial(_shardings, mesh, layout))
     for side in found["sides"].values():
-        del side["mfu"], side["profile"]["kernels"]
-    return {"unit": case.unit, "items": many.items, "gpus": count} | found
+        del side["mfu"]
+        longest = side["profile"].pop("kernels", [])  # none where the profiler failed
+        calls = {kernel["kernel"]: kernel["calls"] for kernel in longest}
+        side["profile"]["nccl"] = {name: n for name, n in calls.items() if "nccl" in name.lower()}
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    return {"unit": case.unit, "items": many.items, "gpus": count, "nccl": settings} | found
 
 
 def _shardings(mesh: Mesh, layout: str, arrays: Any) -> Any:
@@ -124,13 +129,16 @@ def render(result: dict[str, Any]) -> str:
         found = entry["sides"]
         sides = [CUDNN if CUDNN in found or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
         spent = [found.get(s, {}).get("profile", {}).get("kinds_ms", {}) for s in sides]
-        moved = found.get(WHOLE, {}).get("collectives", {})
+        moved = [
+            ", ".join(f"{n} {KINDS[kind]}" for kind, (n, _) in each.get("collectives", {}).items())
+            for each in (found.get(side, {}) for side in sides)
+        ]
         parts = [efficiency(result, name, side) for side in sides]
         rows.append([
             *name.split(", "),
             *(f"{found[s]['ms']['median']:.1f}" if s in found else "-" for s in sides),
             _all(f"{part:.2f}" if part else None for part in parts) if entry["gpus"] > 1 else "",
-            ", ".join(f"{n} {KINDS[kind]}" for kind, (n, _) in moved.items()),
+            moved[0] if len({*moved}) == 1 else " / ".join(moved),
             _all(f"{s['collectives']:.1f}" if "collectives" in s else None for s in spent),
             _all(f"{found[s]['memory_gb']:.3g}" if s in found else None for s in sides),
         ])  # fmt: skip
@@ -152,12 +160,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     names = [name for name, entry in result["cells"].items() if entry["gpus"] > 1]
     with drawing(path, (8, 1.0 + 0.36 * len(names))) as axes:
-        for at, (side, color) in enumerate(
-            ((CUDNN, "#b0b0b0"), (PLAIN, "#b0b0b0"), (WHOLE, "#76b900"), (OURS, "#3a5f00"))
+        for at, (side, color, label) in enumerate(
+            (
+                (CUDNN, "#b0b0b0", "by hand"),
+                (PLAIN, "#b0b0b0", ""),  # by hand, too, where nothing attends
+                (WHOLE, "#76b900", "jc.accelerate"),
+                (OURS, "#3a5f00", "jnn.accelerate"),
+            )
         ):
             found = [(row, efficiency(result, name, side)) for row, name in enumerate(names)]
             shown = [(row + 0.26 * (max(at, 1) - 2), value) for row, value in found if value]
-            label = "" if side == PLAIN and not shown else side
             if shown:
                 axes.barh(*zip(*shown, strict=True), height=0.24, color=color, label=label)
         axes.axvline(1, color="black", lw=0.8)

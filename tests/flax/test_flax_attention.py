@@ -163,7 +163,7 @@ def test_grouped_heads_are_one_product_of_whole_kernels():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axis", ["heads", "query's heads", "features", "batch", "FSDP"])
 def test_one_product_of_sharded_kernels(axis, kind, monkeypatch):
-    """On a mesh as alone; where heads or the batch are sharded, there are no more collectives."""
+    """On a mesh as alone; there are no more collectives, unless features alone are sharded."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
     layer, x = pair("bfloat16")[1], inputs(8, *WIDE[1:], dtype="bfloat16")
     graph, state = nnx.split(layer)
