@@ -232,7 +232,7 @@ def _call(plain: Any, ours: Any, operands: Sequence[tuple[Any, P]], **more: Any)
 
     def loss(call: Any, params: Any, state: Any, total: Total) -> Any:
         value = jnp.mean(call(*map(params.get, names)).astype(jnp.float32) ** 2)
-        return (total(value) / total(1.0) if total else value), state
+        return (total(value / lax.axis_size("model")) if total else value), state
 
     params = {name: _aval(shape) for name, (shape, _) in zip(names, operands, strict=True)}
     specs = {name: spec for name, (_, spec) in zip(names, operands, strict=True)}
