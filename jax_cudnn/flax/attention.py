@@ -322,9 +322,9 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return out.reshape(operands[0].shape)
 
     def _joint(self, x: jax.Array) -> jax.Array | None:
-        """The three projections of x in one product, (..., T, 3, H, D), or (..., T, N + 2 K, D) of
-        grouped heads, whose parts attention reads in place. None if other code reads them; if they
-        are not one product in 16 bits; if few tokens make it costly; or if parts would move."""
+        """The projections of x in one product, (..., T, 3, H, D), or (..., T, N + 2 K, D) with
+        grouped heads: attention reads its parts in place. None if other code reads a projection,
+        if it is not one product in 16 bits, if tokens are too few, or if parts would move."""
         one, *others = layers = self.query, self.key, self.value
         if self.normalize_qk or not 0 <= self.dropout_rate < 1 or hasattr(self, "__captures__"):
             return None  # Flax rejects other rates; nnx.capture may read each projection
@@ -348,17 +348,17 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return None
         joined = partial(jnp.concatenate, axis=-2) if grouped else partial(jnp.stack, axis=-3)
         bias = joined(given[3:]) if given[3:] else None
-        alone = bias is not None and not any(jax.typeof(bias).sharding.spec)
-        fixed = lax.stop_gradient(bias) if alone else bias
+        apart = bias is not None and not any(jax.typeof(bias).sharding.spec)
+        fixed = lax.stop_gradient(bias) if apart else bias
         operands = Operands(x, joined(given[:3]), fixed, x.dtype.name)
         y = dense(operands, (((x.ndim - 1,), (0,)), ((), ())), one.precision, None)
-        return _with_bias(y, bias) if alone else y
+        return _with_bias(y, bias) if apart else y
 
 
 @jax.custom_jvp
 def _with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """What a product made with this bias. On automatic axes XLA would shard the gradients of one
-    graph alike, also where those of the kernels and of the biases are used sharded differently."""
+    """``y``, of which ``bias`` is a part already, with its gradient. On automatic axes XLA shards
+    the gradients of one graph alike, but kernels and biases may be sharded differently."""
     return y
 
 
