@@ -249,10 +249,11 @@ def manual_axes(params: Any) -> tuple[str, ...]:
     return tuple(axis for axis in params["mesh"].axis_names if axis in manual)
 
 
-def user_frames(equation: Any) -> Iterator[tuple[str, int, str]]:
+def user_frames(equation: Any = None) -> Iterator[tuple[str, int, str]]:
     """File, line and function of the frames that made an equation, the innermost first, without
-    JAX's own."""
-    for frame in source_info_util.user_frames(equation.source_info.traceback):
+    JAX's own; without one, those in whose place new equations are made (:func:`in_place_of`)."""
+    info = source_info_util.current() if equation is None else equation.source_info
+    for frame in source_info_util.user_frames(info.traceback):
         yield frame.file_name, frame.start_line, frame.function_name
 
 

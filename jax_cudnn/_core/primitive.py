@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from . import compat
 from .graph.boundary import boundary
 from .graph.reference import evaluate
-from .graph.source import user_line
+from .graph.source import user_line, users_place
 from .graph.spec import GraphSpec
 
 
@@ -35,7 +35,8 @@ line: ContextVar[str] = ContextVar("line", default="")
 
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
     """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
-    spec._cache["line"] = line.get() or user_line()  # where it was traced last, for warnings
+    place = line.get() or users_place(compat.user_frames()) or user_line()
+    spec._cache["line"] = place  # where it was traced last, for warnings
     with jax.named_scope(name):
         return cudnn_p.bind(*align_varying(operands), spec=spec, name=name)
 

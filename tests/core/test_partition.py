@@ -311,6 +311,20 @@ def test_a_large_gather_is_told_once(kind, caplog):
 
 
 @pytest.mark.deviceless
+def test_a_gather_in_an_accelerated_function_names_its_line(caplog):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "data"))
+    q = jax.ShapeDtypeStruct((2, 2048, 3, 64), "bfloat16", sharding=sharding)
+
+    def attend(q):
+        return jax.nn.dot_product_attention(q, q, q)
+
+    with caplog.at_level("WARNING", "jax_cudnn"), jc.target("H200"):
+        jax.jit(jc.accelerate(attend)).lower(q).compile()
+    assert f"test_partition.py:{attend.__code__.co_firstlineno + 1}" in caplog.text
+
+
+@pytest.mark.deviceless
 @pytest.mark.parametrize("kind", ["auto", "explicit", "in_shardings", "manual"])
 def test_plans_are_those_of_one_device(kind):
     types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
