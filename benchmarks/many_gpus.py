@@ -160,16 +160,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     names = [name for name, entry in result["cells"].items() if entry["gpus"] > 1]
     with drawing(path, (8, 1.0 + 0.36 * len(names))) as axes:
-        for at, (side, color, label) in enumerate(
-            (
-                (CUDNN, "#b0b0b0", "by hand"),
-                (PLAIN, "#b0b0b0", ""),  # by hand, too, where nothing attends
-                (WHOLE, "#76b900", "jc.accelerate"),
-                (OURS, "#3a5f00", "jnn.accelerate"),
-            )
-        ):
-            found = [(row, efficiency(result, name, side)) for row, name in enumerate(names)]
-            shown = [(row + 0.26 * (max(at, 1) - 2), value) for row, value in found if value]
+        ways = (CUDNN, PLAIN), (WHOLE,), (OURS,)
+        labels = ("#b0b0b0", "by hand"), ("#76b900", "jc.accelerate"), ("#3a5f00", "jnn.accelerate")
+        for at, (sides, (color, label)) in enumerate(zip(ways, labels, strict=True)):
+            shown = [
+                (row + 0.26 * (at - 1), value)
+                for row, name in enumerate(names)
+                for side in sides
+                if (value := efficiency(result, name, side))
+            ]
             if shown:
                 axes.barh(*zip(*shown, strict=True), height=0.24, color=color, label=label)
         axes.axvline(1, color="black", lw=0.8)
