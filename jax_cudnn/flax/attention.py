@@ -348,11 +348,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return None
         joined = partial(jnp.concatenate, axis=-2) if grouped else partial(jnp.stack, axis=-3)
         bias = joined(given[3:]) if given[3:] else None
-        apart = bias is not None and not any(jax.typeof(bias).sharding.spec)
-        fixed = lax.stop_gradient(bias) if apart else bias
+        separate = bias is not None and not any(jax.typeof(bias).sharding.spec)
+        fixed = lax.stop_gradient(bias) if separate else bias
         operands = Operands(x, joined(given[:3]), fixed, x.dtype.name)
         y = dense(operands, (((x.ndim - 1,), (0,)), ((), ())), one.precision, None)
-        return _with_bias(y, bias) if apart else y
+        return _with_bias(y, bias) if separate else y
 
 
 @jax.custom_jvp
