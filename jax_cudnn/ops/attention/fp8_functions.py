@@ -280,29 +280,29 @@ def _with_residuals(
     if scaling is not None:
         largest |= {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)}
     kept = [*narrow, narrow_out] if kind.fp8_backward else [*operands, out]
-    like = jnp.zeros(0, operands[0].dtype)  # carries the dtype of the operands
-    return out, (kept, stats, lengths, scaling, largest, like)
+    return out, (kept, stats, lengths, scaling, largest, jnp.zeros(0, out.dtype))
 
 
 def _gradients(kind: _Kind, residuals: Any, grad: jax.Array) -> Any:
-    kept, stats, lengths, scaling, largest, like = residuals
-    if not kind.fp8_backward:
+    kept, stats, lengths, scaling, largest, like = residuals  # like has the operands' dtype
+    if kind.fp8_backward:
+        scales = scaling.scales()
+        factors = {f"descale_{n}": _factor(1 / scales[n]) for n in ("q", "k", "v", "o", "dO", "dP")}
+        factors |= {f"scale_{n}": _factor(scales[n]) for n in (*_GRADIENTS, "dP")} | _of_weights()
+        operands = [*kept, _quantized(grad, scales["dO"], scaling.grad_dtype)]
+        *found, dQ, dK, dV, dP = kind.run(BACKWARD, operands, stats, factors, lengths)
+        found = [x.astype(jnp.float32) / scales[n] for n, x in zip(_GRADIENTS, found, strict=True)]
+        largest = largest | {"dO": amax_of(grad), "dP": dP, "dQ": dQ, "dK": dK, "dV": dV}
+    else:
         dtype = like.dtype if like.dtype.itemsize == 2 else jnp.bfloat16
-        wide = [x.astype(dtype) for x in (*kept, grad)]
-        found = kind.run(WIDE_BACKWARD, wide, stats, lengths)
-        state = None if scaling is None else scaling.updated(largest)
-        return tuple(x.astype(like.dtype) for x in found), None, state
-    scales = scaling.scales()
-    factors = {f"descale_{n}": _factor(1 / scales[n]) for n in ("q", "k", "v", "o", "dO", "dP")}
-    factors |= {f"scale_{n}": _factor(scales[n]) for n in (*_GRADIENTS, "dP")} | _of_weights()
-    operands = [*kept, _quantized(grad, scales["dO"], scaling.grad_dtype)]
-    *found, dQ, dK, dV, dP = kind.run(BACKWARD, operands, stats, factors, lengths)
-    gradients = tuple(
-        (x.astype(jnp.float32) / scales[name]).astype(like.dtype)
-        for name, x in zip(_GRADIENTS, found, strict=True)
-    )
-    amax = {**largest, "dO": amax_of(grad), "dP": dP, "dQ": dQ, "dK": dK, "dV": dV}
-    return gradients, None, scaling.updated(amax)
+        found = kind.run(WIDE_BACKWARD, [x.astype(dtype) for x in (*kept, grad)], stats, lengths)
+    state = None if scaling is None else scaling.updated(largest)
+    gradients = [x.astype(like.dtype) for x in found]
+    for i, (x, operand) in enumerate(zip(gradients, kept[:3], strict=True)):
+        own = jax.typeof(operand).sharding
+        if jax.typeof(x).sharding != own:  # on explicit axes
+            gradients[i] = jax.sharding.reshard(x, own)
+    return tuple(gradients), None, state
 
 
 _attention.defvjp(_with_residuals, _gradients)

@@ -12,7 +12,7 @@ import transformations
 from attention_checks import CAUSAL, LAST, S, lengths, qkv
 from fuzz.attentions import attention
 from helpers import exactly
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, relative_error
 
@@ -222,6 +222,23 @@ def test_devices_with_one_state_learn_the_largest_values_of_all(normal):
     got, want = (jax.jit(jax.grad(loss(f), (0, 3)))(*operands, create(2)) for f in (sharded, ours))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 1e-2
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("name", "qkv")
+def test_on_explicit_axes_gradients_are_sharded_as_their_operands(name, fp8, normal):
+    operands = qkv(normal, b=2, dtype="bfloat16")
+    run = functools.partial(ours, scaling=create(2), fp8_backward=fp8)
+    want = jax.jit(jax.grad(loss(run), (0, 1, 2)))(*operands)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, P("x" if port == name else None)))
+        for port, x in zip("qkv", operands, strict=True)
+    ]
+    got = jax.jit(jax.grad(loss(run), (0, 1, 2)))(*placed)
+    for x, y, operand in zip(got, want, placed, strict=True):
+        assert x.sharding.is_equivalent_to(operand.sharding, x.ndim)
+        assert relative_error(np.asarray(x, np.float64), np.asarray(y, np.float64)) < 1e-2
 
 
 @pytest.mark.deviceless
