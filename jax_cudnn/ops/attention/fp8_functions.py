@@ -12,18 +12,10 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.reference import rounded
 from ..._core.graph.trace import GraphFunction
+from ..._core.primitive import align_varying
 from ..arguments import chosen, flags
-from ..scaling import (
-    E4M3,
-    DelayedScaling,
-    amax_of,
-    check_scaling,
-    largest,
-    quantizable,
-    scale_of,
-)
+from ..scaling import E4M3, DelayedScaling, amax_of, check_scaling, largest, quantizable, scale_of
 from . import arguments
-from .arguments import attributes
 from .bias import LENGTHS
 from .fp8_tangent import Quantize
 from .reference import Band
@@ -45,7 +37,7 @@ class _Kind(NamedTuple):
 
     def run(self, function: GraphFunction, *arrays: Any, **static: Any) -> Any:
         graph = chosen(function, self.options, "default", self.implementation)  # no float32
-        return graph(*arrays, **attributes(self.scale, self.band, ""), **static)
+        return graph(*arrays, **arguments.attributes(self.scale, self.band, ""), **static)
 
 
 def _placed(x):
@@ -200,7 +192,8 @@ def dot_product_attention_fp8(
     lengths = arguments.lengths_of(
         arguments.scores_of(query, key), query_seq_lengths, key_value_seq_lengths
     )
-    operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    operands = tuple(align_varying((*by_head, *lengths, *jax.tree.leaves(scaling)))[:3])
     out: Any
     if scaling is None and fp8_backward:
         out = kind.run(CURRENT, operands, _current_factors(operands), lengths)

@@ -110,6 +110,17 @@ def on_mesh(kind, arrays, specs):
     ]
 
 
+def varying(function, i, mesh):
+    """In a shard_map in which one operand varies, by its type, and the others do not."""
+
+    def run(*operands):
+        x = [jax.lax.pcast(x, "a", to="varying") if j == i else x for j, x in enumerate(operands)]
+        first = jax.lax.axis_index("a") == 0
+        return jax.tree.map(lambda y: jax.lax.psum(jnp.where(first, y, 0), "a"), function(*x))
+
+    return jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+
+
 def check(function, arrays, kind, specs, flips=False, float8=False):
     """All layouts in one program: each has operands of its own, so none determines another.
     Gradients are not compared where a sum of 16 bits may have another sign (``flips``)."""
@@ -119,17 +130,14 @@ def check(function, arrays, kind, specs, flips=False, float8=False):
     run = (lambda given: function(*given)) if flips else differentiated(function, arrays)
     want = jax.tree.leaves(jit(run)(arrays))
     placed = on_mesh(kind, arrays, specs)
-    mapped = run
+    mesh = placed[0][0].sharding.mesh
+    mapped = [run] * len(specs)
+    if kind == "one varies":
+        mapped = [differentiated(varying(function, i, mesh), arrays) for i in range(len(specs))]
     if kind == "partly manual":
-        mapped = jax.shard_map(
-            run,
-            mesh=placed[0][0].sharding.mesh,
-            in_specs=P(),
-            out_specs=P(),
-            axis_names={"c"},
-            check_vma=False,
-        )
-    made = jit(lambda given: [mapped(own) for own in given])(placed)
+        how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+        mapped = [jax.shard_map(run, axis_names={"c"}, **how)] * len(specs)
+    made = jit(lambda given: [f(own) for f, own in zip(mapped, given, strict=True)])(placed)
     dtypes = {str(x.dtype) for x in jax.tree.leaves((arrays, want))}
     tolerance = 2e-4 if {d for d in dtypes if "float" in d} <= {"float32"} else 2e-2
     if jax.default_backend() == "gpu":  # products in TF32, of other plans
@@ -152,6 +160,8 @@ def sample():
 
 
 def pytest_generate_tests(metafunc):
+    if "kind" not in metafunc.fixturenames:
+        return
     name = "function" if "function" in metafunc.fixturenames else "case"
     every = metafunc.config.getoption("every")
     rows = [*function_cases.CASES] if name == "function" else REGISTRY
@@ -194,6 +204,17 @@ def test_functions(function, kind, request):
         if kind == "explicit":
             specs = [own for own in specs if has_types(run, operands, own)]
     check(run, operands, kind, specs, float8=name in FLOAT8)
+
+
+@pytest.mark.parametrize("name", function_cases.CASES)
+def test_one_operand_varies(name):
+    """As activations do in a shard_map, where weights are replicated."""
+    if jax.default_backend() == "gpu" and name in UNSPECIFIED:
+        pytest.skip(UNSPECIFIED[name])
+    case = function_cases.CASES[name]
+    operands = [*function_cases.operands(case, SIZES)]
+    specs = [layout(operands, {})] * len(operands)
+    check(function_cases.given(case, 0), operands, "one varies", specs, float8=name in FLOAT8)
 
 
 def has_types(function, arrays, own):

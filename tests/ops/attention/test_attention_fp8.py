@@ -224,6 +224,17 @@ def test_devices_with_one_state_learn_the_largest_values_of_all(normal):
         assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 1e-2
 
 
+def test_in_a_shard_map_all_query_heads_share_a_key_head(normal):
+    operands = qkv(normal, k=1, dtype="bfloat16")
+    run = functools.partial(ours, scaling=create(2))
+    mesh = Mesh(np.array(jax.devices("cpu")[: operands[0].shape[2]]), ("x",))
+    heads = P(None, None, "x")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(heads, P(), P()), out_specs=heads)
+    got, want = (jax.jit(jax.grad(loss(f), (0, 1, 2)))(*operands) for f in (mapped, run))
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(np.asarray(x, np.float64), np.asarray(y, np.float64)) < 1e-2
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("name", "qkv")
 def test_on_explicit_axes_gradients_are_sharded_as_their_operands(name, fp8, normal):
