@@ -33,7 +33,9 @@ REFUSED = {  # on explicit axes, by JAX's own check of types, and in what words
 }
 UNSPECIFIED = {"write_pages": "on GPUs: random tables write some slots twice: either may stay"}
 FLOAT8 = "fp8", "mxfp8"  # which round to it
-ABORTS = ("paged", "partly manual")  # XLA where pages and a table are sharded, for jnp, too
+# In a shard_map over a part of the axes XLA aborts, for jnp, too, where pages and a table are
+# sharded, or where a logit is read of a sharded product (on CPUs).
+ABORTS = {"paged", "cross-entropy, each token"}
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
 COUNT = len(jax.devices())
@@ -172,7 +174,8 @@ def pytest_generate_tests(metafunc):
             pytest.param(x, kind, id=f"{x if name == 'function' else x.name}-{kind}")
             for i, x in enumerate(rows)
             for j, kind in enumerate(KINDS)
-            if (j < 2 or i % 3 == 0 if every else i % 5 % 3 == j) and (x, kind) != ABORTS
+            if (j < 2 or i % 3 == 0 if every else i % 5 % 3 == j)
+            and not (kind == "partly manual" and x in ABORTS)
         ],
     )
 
