@@ -26,18 +26,37 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
                 got=f"{aval.dtype.name}{list(aval.shape)}",
                 why="a traced graph has fixed shapes and dtypes",
             )
+        spec_of = aval.sharding.spec
+        if getattr(spec_of, "reduced", None) or getattr(spec_of, "unreduced", None):
+            raise GraphError(
+                f"{name}: operand {tensor.name!r} is reduced or unreduced over mesh axes",
+                got=str(aval),
+                why="there is no rule for its gradient, or for the sum that is left to do",
+                fix="reshard it before the call: jax.sharding.reshard(x, jax.P())",
+            )
     # A derived graph may be one of constants alone.
     template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
     shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]
     sharded = [aval for aval in avals if any(axis is not None for axis in aval.sharding.spec)]
     if sharded:  # along explicit axes
-        from .sharding.work import is_left_whole, sharding_types
+        from .sharding.work import first_stays, is_left_whole, sharding_types
 
         template = sharded[0]
+        if len({aval.sharding.mesh for aval in sharded}) > 1:
+            raise GraphError(
+                f"{name}: operands are on several meshes",
+                got=", ".join(str(aval.sharding) for aval in sharded),
+                fix="put all arrays of a program on one mesh",
+            )
         given = [aval.sharding.spec for aval in avals]
         if is_left_whole(spec, given):  # jnp's rules say how its reference's results are sharded
-            with contextlib.suppress(compat.ShardingTypeError):
-                return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+            kept = [
+                aval.update(sharding=aval.sharding.update(spec=own))
+                for aval, own in zip(avals, first_stays(spec, given), strict=True)
+            ]
+            for types in (avals, kept):
+                with contextlib.suppress(compat.ShardingTypeError):
+                    return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*types).out_avals)
         shardings = sharding_types(spec, given, template.sharding.mesh)
     return [
         template.update(

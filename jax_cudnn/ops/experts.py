@@ -49,8 +49,7 @@ def expert_parallel(
 
     The rows that a device may receive, R = D ``most_rows``, are what it holds in memory: how many
     come is known on the devices only. On GPUs ``jax.lax.ragged_all_to_all`` moves the rows that
-    there are; elsewhere ``jax.lax.all_to_all`` moves R. The tests of this project have compiled the
-    program for GPUs, and have not run it on several GPUs yet.
+    there are; elsewhere ``jax.lax.all_to_all`` moves R.
 
     Raises:
         GraphError: shapes do not fit, the devices do not divide the experts, or there is no such

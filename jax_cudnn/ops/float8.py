@@ -15,6 +15,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
 from .arguments import floating, preferred_dtype
+from .matmul.functions import matmul
 from .scaling import E4M3, E5M2, DelayedScaling, amax_of, check_scaling, quantizable, scale_of
 
 _DTYPES = "bfloat16", "float16", "float32"
@@ -134,9 +135,12 @@ def product(
         raise GraphTypeError(
             "preferred_element_type is not valid", expected=", ".join(_DTYPES), got=out
         )
-    x, w = align_varying((x, w))
+    x, w, *_ = align_varying((x, w, *jax.tree.leaves(scaling)))
     grad_dtype = E5M2 if scaling is None else scaling.grad_dtype
-    kind = _Kind(_Array.of(x), _Array.of(w), _Array(out, out_sharding), grad_dtype)
+    of_x, of_w = _Array.of(x), _Array.of(w)
+    if out_sharding is None and (of_x.sharding or of_w.sharding):  # that of the same product
+        out_sharding = jax.eval_shape(matmul, x, w.astype(x.dtype)).sharding
+    kind = _Kind(of_x, of_w, _Array(out, out_sharding), grad_dtype)
     run: Any = _product
     y, amax = run(kind, x, w, scaling)
     if scaling is None:

@@ -160,15 +160,22 @@ def test_second_derivatives_are_an_error(again):
         again(lambda x: first(x).sum())(jnp.ones((2, 8)))
 
 
+LAYOUTS = {  # of x, w and the gradient of the result
+    "columns": (P("data"), P(None, "model"), P("data", None, "model")),
+    "contracted": (P("data", None, "model"), P("model"), P("data")),
+    "FSDP": (P("data"), P(None, "data"), P("data")),
+}
+
+
+@pytest.mark.parametrize("specs", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_sharded_arrays_have_the_scales_of_the_whole(kind, scaling, key):
+def test_sharded_arrays_have_the_scales_of_the_whole(kind, scaling, specs, key):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
     given = operands(key, "float32")
     given = given[0].at[0, 0, 0].set(100.0), *given[1:]  # the largest is on one device
     states = (all_three(*given, state())[-1],) if scaling == "delayed" else ()
     want = jax.jit(all_three)(*given, *states)
-    specs = P("data"), P(None, "model"), P("data", None, "model")
     arrays = [
         jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(given, specs, strict=True)
     ]

@@ -358,6 +358,18 @@ def sharding_types(
     return [*map(spec_of, work(spec, given, (), (*mesh.shape.items(),)).results)]
 
 
+def first_stays(spec: GraphSpec, operands: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    """Types without the mesh axes that shard an earlier operand: under FSDP the batch stays, and
+    the weight is gathered."""
+    used: set[str] = set()
+    made = []
+    for own, tensor in zip(operands, spec.input_tensors, strict=True):
+        given = padded(own, tensor)
+        made.append(spec_of(tuple(() if used.intersection(axes) else axes for axes in given)))
+        used.update(*given)
+    return made
+
+
 def padded(spec: Iterable[Any], tensor: Tensor) -> Sharding:
     given = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
     return (*given, *[()] * (len(tensor.shape) - len(given)))

@@ -18,6 +18,7 @@ import numpy as np
 from ..._core.graph.dims import Shape
 from ..._core.graph.dtypes import wide_dtype
 from ..._core.graph.reference import may_part
+from ..._core.primitive import align_varying
 from . import extras as extras
 
 if TYPE_CHECKING:
@@ -395,6 +396,8 @@ def _over_rows(
         each, part = run(*x)
         return jax.tree.map(jnp.add, total, part), each
 
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    zeros = jax.tree.map(
+        lambda s: align_varying((jnp.zeros(s.shape, s.dtype), rows["q"]))[0], shapes
+    )
     total, each = jax.lax.scan(step, zeros, given)
     return jax.tree.map(joined, each), total
