@@ -187,7 +187,10 @@ def main() -> None:
     parser.add_argument("--into", type=Path, required=True, metavar="FILE")
     parser.add_argument("--only", default="", metavar="REGEX", help="cells with this in their name")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    parser.add_argument("--commit", default="", help="that the cells are of")
     options = parser.parse_args()
+    if jax.device_count() > 1 and os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        raise SystemExit("set NCCL_NVLS_ENABLE=0: these times are without NVLink multicast")
     found = json.loads(options.into.read_text()) if options.into.exists() else {"cells": {}}
     about, effort = environment("flax"), TINY if options.tiny else _EFFORT
     if found.setdefault("environment", about) | {"date": ""} != about | {"date": ""}:
@@ -199,6 +202,7 @@ def main() -> None:
             entry = tried(measure, *cell, effort)
             entry["seconds"] = round(time.perf_counter() - began, 1)
             entry["date"] = found["environment"]["date"] = about["date"]
+            entry["commit"] = options.commit
             found["cells"][name] = entry
             found["cells"] = {
                 name: found["cells"][name] for name in order if name in found["cells"]

@@ -88,7 +88,7 @@ def ragged_dot(
     either. Under ``vmap`` the products run sequentially.
 
     Raises:
-        GraphError: shapes do not fit, operands are sharded along explicit axes, there is a
+        GraphError: shapes do not fit, the mesh has explicit axes, there is a
             ``group_offset``, or the implementation is not known.
         GraphTypeError: a dtype is not supported.
 
@@ -244,7 +244,7 @@ def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
         return list(jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals)
     except NotImplementedError as error:
         raise GraphError(
-            "ragged_dot has no rule for operands sharded along explicit mesh axes",
+            "ragged_dot has no rule for a mesh with explicit axes",
             got=", ".join(map(str, avals)),
             why=str(error),
             fix="call it in jax.shard_map, or in jax.sharding.auto_axes",

@@ -188,6 +188,19 @@ def test_sharded_arrays_have_the_scales_of_the_whole(kind, scaling, specs, key):
             assert a.sharding.is_equivalent_to(like.sharding, a.ndim)
 
 
+def test_in_shard_map_a_state_alone_may_vary(key):
+    x, w, _ = operands(key, "float32")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    loss = jax.grad(lambda x, w, state: ours(x, w, state).sum(), (0, 1))
+
+    def each(x, w, state):
+        return loss(x, w, jax.tree.map(lambda a: jax.lax.pcast(a, "x", to="varying"), state))
+
+    found = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P(), out_specs=P()))(x, w, state())
+    for a, b in zip(found, loss(x, w, state()), strict=True):
+        np.testing.assert_allclose(a, 4 * b, 1e-5)
+
+
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_in_shard_map(scaling, key):
     """Scales are each device's own; a state that all share gets the largest values of all."""

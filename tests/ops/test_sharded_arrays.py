@@ -138,6 +138,36 @@ def test_normalizations_of_sharded_images(name):
             assert_alike(run(jnn), run(nnx), jax.device_put(inputs(4, 8, 8, 8), spec))
 
 
+def test_the_batch_of_a_batch_norm_stays_where_its_scale_is_sharded_over_the_same_axis():
+    x, scale = inputs(4, 6, 8), 1.5 + jnp.arange(8.0)
+
+    def run(x, scale):
+        known = jnp.zeros(8), jnp.ones(8)
+        return jc.ops.batch_norm(x, scale, scale, *known, training=True)[0]
+
+    want = step(run, x, scale)[0]
+    with mesh(AxisType.Explicit):
+        arrays = jax.device_put((x, scale), P("data"))
+        got, moved = step(run, *arrays)
+    assert_near(got, want)
+    (dx, _), y = got
+    assert dx.sharding.spec == y.sharding.spec == P("data", None, None)
+    assert "all-to-all" not in moved
+
+
+def test_what_explicit_axes_have_no_rule_for_is_an_error_with_a_fix():
+    with mesh(AxisType.Explicit):
+        x, w = jax.device_put((inputs(4, 8), inputs(8, 8)), (P("data"), P(reduced={"data"})))
+        with pytest.raises(
+            jc.GraphError, match=r"reduced or unreduced(?s:.*)jax\.sharding\.reshard"
+        ):
+            jax.jit(jc.ops.matmul)(x, w)
+    other = jax.make_mesh((4,), ("other",), axis_types=(AxisType.Explicit,))
+    w = jax.device_put(inputs(8, 8), jax.sharding.NamedSharding(other, P("other")))
+    with pytest.raises(jc.GraphError, match="on several meshes"):
+        jax.jit(jc.ops.matmul)(x, w)
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_attention_under_a_mask_where_heads_are_sharded(heads):
     mask = (inputs(4, 1, 8, 8, seed=4) > 0).at[:, :, 3].set(heads == 2)  # or else a hidden row

@@ -293,7 +293,7 @@ def _gradients(kind: _Kind, residuals: Any, grad: jax.Array) -> Any:
     gradients = [x.astype(like.dtype) for x in found]
     for i, (x, operand) in enumerate(zip(gradients, kept[:3], strict=True)):
         own = jax.typeof(operand).sharding
-        if jax.typeof(x).sharding != own:  # on explicit axes
+        if jax.typeof(x).sharding != own:  # custom_vjp wants it, on explicit axes
             gradients[i] = jax.sharding.reshard(x, own)
     return tuple(gradients), None, state
 

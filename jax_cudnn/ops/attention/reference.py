@@ -350,9 +350,8 @@ def _heads(x: jax.Array) -> jax.Array:
 
 def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The sum of (B, N, G, S, T) over the broadcast dimensions of a bias of this shape."""
-    axes = [axis for axis, size in ((0, shape[0]), (4, shape[3])) if size == 1]
-    axes += [1, 2] * (shape[1] == 1) + [3] * (shape[2] == 1)
-    return jnp.sum(x, axis=tuple(axes), keepdims=True)
+    axes = [0] * (shape[0] == 1) + [1, 2] * (shape[1] == 1) + [3] * (shape[2] == 1)
+    return jnp.sum(x, axis=(*axes, *[4] * (shape[3] == 1)), keepdims=True)
 
 
 def _over_rows(
@@ -384,10 +383,8 @@ def _over_rows(
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(*x.shape[:3], blocks * count, *x.shape[5:])[:, :, :, :queries]
 
-    given = (
-        jnp.arange(blocks, dtype=jnp.int32) * count,
-        {name: cut(name, x) for name, x in rows.items() if name not in shared},
-    )
+    cuts = {name: cut(name, x) for name, x in rows.items() if name not in shared}
+    given = jnp.arange(blocks, dtype=jnp.int32) * count, cuts
     if not sums:
         return jax.tree.map(joined, jax.lax.map(lambda x: run(*x), given))
     shapes = jax.eval_shape(lambda x: run(*x)[1], jax.tree.map(lambda x: x[0], given))
@@ -396,8 +393,7 @@ def _over_rows(
         each, part = run(*x)
         return jax.tree.map(jnp.add, total, part), each
 
-    zeros = jax.tree.map(
-        lambda s: align_varying((jnp.zeros(s.shape, s.dtype), rows["q"]))[0], shapes
-    )
+    zero, _ = align_varying((jnp.float32(0), rows["q"]))
+    zeros = jax.tree.map(lambda s: jnp.full(s.shape, zero, s.dtype), shapes)
     total, each = jax.lax.scan(step, zeros, given)
     return jax.tree.map(joined, each), total

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from attention_checks import KEY, check_masks, ours, qkv
 from helpers import same
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
@@ -27,6 +29,16 @@ def test_forward_and_backward_drop_the_same_weights(monkeypatch):
         jax.clear_caches()
         masks.append(check_masks())
     np.testing.assert_array_equal(*masks)
+
+
+def test_blocks_of_queries_are_summed_in_a_shard_map(normal, blocks):
+    arrays = qkv(normal, b=4)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mapped = jax.shard_map(ours, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    got, want = (
+        jax.jit(jax.grad(lambda *x, f=f: f(*x).sum(), (0, 1, 2)))(*arrays) for f in (mapped, ours)
+    )
+    same(got, want, 1e-5)
 
 
 def test_keys_of_all_kinds_and_one_program_for_all(normal):
