@@ -28,7 +28,7 @@ REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of type
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
     "conv, patches": "This reshape is not supported",
-    "write_pages": "Incompatible types for broadcasting|must be scalar or have the same sharding",
+    "write_pages": "Incompatible types for broadcasting|have the same sharding|out_sharding=",
     "mxfp8": "This reshape is not supported",
     "ragged_dot": "no rule for a mesh with explicit axes",
     "ragged_dot, gated": "no rule for a mesh with explicit axes",
