@@ -270,7 +270,9 @@ def _report(
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
     if seen is not None:
-        graphs = [(title(spec=local, name=name), local, how) for _, local in found.stages]
+        notes = [how, *[Note("each device, of what was summed or gathered")] * len(found.stages)]
+        stages = zip(found.stages, notes, strict=False)
+        graphs = [(title(spec=local, name=name), local, note) for (_, local), note in stages]
         seen.setdefault((spec, name), []).extend(graphs)
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:

@@ -325,6 +325,19 @@ def test_a_gather_in_an_accelerated_function_names_its_line(caplog):
 
 
 @pytest.mark.deviceless
+def test_what_follows_a_sum_has_another_note():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    a, b = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((8, 16, 32), P(None, None, "data")), ((32, 64), P("data")))
+    )
+    plans = jc.plans(lambda a, b: jc.ops.matmul(a, b, activation="gelu"), a, b, gpus=["H200"])
+    notes = plans["H200"].notes
+    assert notes["matmul"] == "data shards a[2], b[0]; devices sum matmul.0::C"
+    assert notes["matmul 2"] == "each device, of what was summed or gathered"
+
+
+@pytest.mark.deviceless
 @pytest.mark.parametrize("kind", ["auto", "explicit", "in_shardings", "manual"])
 def test_plans_are_those_of_one_device(kind):
     types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
