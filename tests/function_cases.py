@@ -107,7 +107,7 @@ CASES = {
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
     "ragged_dot": Case("lhs t k, rhs 3 k n, group_sizes 3 int32",
         ops.ragged_dot, grouped),
-    "float8_matmul": Case("x b t k, w k n", ops.float8_matmul, jnp.matmul),
+    "float8_matmul": Case("x b t k, w k n", ops.float8_matmul),
     "quantized": Case("x b t k, kernel k n int8, scale n, bias n", ops.quantized_matmul, quantized),
     "quantized, groups": Case("x t 8, kernel 8 n int8, scale 2 n", ops.quantized_matmul, quantized),
     "ragged_dot, gated": Case("lhs t k, rhs 3 k n, group_sizes 3 int32, bias 3 n, gate t n",
