@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
     parser.add_argument("--commit", default="", help="that the cells are of")
     options = parser.parse_args()
-    if jax.device_count() > 1 and os.environ.get("NCCL_NVLS_ENABLE") != "0":
+    if not options.tiny and os.environ.get("NCCL_NVLS_ENABLE") != "0":
         raise SystemExit("set NCCL_NVLS_ENABLE=0: these times are without NVLink multicast")
     found = json.loads(options.into.read_text()) if options.into.exists() else {"cells": {}}
     about, effort = environment("flax"), TINY if options.tiny else _EFFORT
