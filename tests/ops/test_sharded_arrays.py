@@ -155,6 +155,24 @@ def test_the_batch_of_a_batch_norm_stays_where_its_scale_is_sharded_over_the_sam
     assert "all-to-all" not in moved
 
 
+@pytest.mark.parametrize("where", ["outside of jit", "partly manual"])
+def test_gradients_cross_programs_with_explicit_types(where):
+    def gradients(f, x, w):
+        run = jax.jit(lambda x, w: jnp.sin(f(x, w)))
+        if where == "partly manual":
+            how = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
+            run = jax.shard_map(f, **how)
+        grad = jax.grad(lambda x, w: run(x, w).sum(), (0, 1))
+        return grad(x, w) if where == "outside of jit" else jax.jit(grad)(x, w)
+
+    with mesh(AxisType.Explicit):
+        x, w = jax.device_put((inputs(*TOKENS), inputs(8, 8)), (P("data"), P(None, "model")))
+        got, want = (gradients(f, x, w) for f in (jc.ops.matmul, jnp.matmul))
+    assert_near(got, want)
+    for a, b in zip(got, want, strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
 def test_what_explicit_axes_have_no_rule_for_is_an_error_with_a_fix():
     with mesh(AxisType.Explicit):
         x, w = jax.device_put((inputs(4, 8), inputs(8, 8)), (P("data"), P(reduced={"data"})))

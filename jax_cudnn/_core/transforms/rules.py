@@ -98,6 +98,7 @@ def _run(
         [*arrays.values()],
         [shardings[i].spec for i in there],
     )
+    some = jax.checkpoint(some, prevent_cse=False)  # residuals have the types of operands
     made: dict[int, Any] = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
     return [made.get(i) for i in range(len(derived.results))]
 
