@@ -33,7 +33,6 @@ REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of type
     "ragged_dot": "no rule for a mesh with explicit axes",
     "ragged_dot, gated": "no rule for a mesh with explicit axes",
 }
-UNSPECIFIED = {"write_pages": "on GPUs: random tables write some slots twice: either may stay"}
 FLOAT8 = "fp8", "mxfp8", "float8_matmul"  # which round to it inside
 EXAMPLES = 10  # a size that nothing else has
 OF_ALL_EXAMPLES = {  # what these compute: in a shard_map it is of each device's
@@ -45,7 +44,7 @@ OF_ALL_EXAMPLES = {  # what these compute: in a shard_map it is of each device's
 ABORTS = {"paged", "write_pages", "cross-entropy, each token"}
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
-COUNT = len(jax.devices())
+COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.several_gpus,
@@ -85,10 +84,10 @@ def together(arrays):
 def differentiated(function, arrays):
     """The results, and gradients of a linear function of them, of a list of arrays.
 
-    Gradients of the factors of float8 graphs are left out: each is a sum of rounded terms that
-    cancel."""
-    float8 = any("float8" in str(x.dtype) for x in arrays)
-    floats = tuple(i for i, x in enumerate(arrays) if is_float(x) and not (float8 and x.size == 1))
+    On GPUs gradients of the factors of float8 graphs are left out: each is a sum of terms that
+    cancel, rounded by other plans."""
+    cancel = ON_GPUS and any("float8" in str(x.dtype) for x in arrays)
+    floats = tuple(i for i, x in enumerate(arrays) if is_float(x) and not (cancel and x.size == 1))
 
     def weighted(y):  # without a pattern: parts of a sum are not much larger than the sum
         return (y.astype("float32") * jnp.cos(jnp.arange(y.size) ** 2.0).reshape(y.shape)).sum()
@@ -121,17 +120,13 @@ def on_mesh(kind, arrays, specs):
 
 
 def varying(function, arrays, mesh, i):
-    """In a shard_map in which one operand varies, by its type, and the others do not: the weighted
-    sum of the devices' results, which are equal."""
+    """In a shard_map in which one operand varies, by its type, and the others do not: the mean of
+    the devices' results, which are equal."""
 
     def run(*operands):
         x = [jax.lax.pcast(x, "a", to="varying") if j == i else x for j, x in enumerate(operands)]
-        first = jax.lax.axis_index("a") == 0
-
-        def own(y):
-            return jnp.where(first, y / 4, y - y / 4) if is_float(y) else jnp.where(first, y, 0)
-
-        return jax.tree.map(lambda y: jax.lax.psum(own(y), "a"), function(*x))
+        joined = {True: jax.lax.pmean, False: jax.lax.pmax}
+        return jax.tree.map(lambda y: joined[is_float(y)](y, "a"), function(*x))
 
     return jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
 
@@ -168,19 +163,20 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     made = jit(lambda given: [f(own) for f, own in zip(mapped, given, strict=True)])(placed)
     dtypes = {str(x.dtype) for x in jax.tree.leaves((arrays, want))}
     tolerance = 2e-4 if {d for d in dtypes if "float" in d} <= {"float32"} else 2e-2
-    if jax.default_backend() == "gpu":  # products in TF32, of other plans
+    if ON_GPUS:  # products in TF32, of other plans
         tolerance = 2e-2
     if float8 or any("float8" in d for d in dtypes):  # a step of float8_e4m3fn is at most 1/8
         tolerance = 0.13
     for own, got in zip(specs, made, strict=True):
         for i, (x, y) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
-            least = float(jnp.finfo(y.dtype).smallest_subnormal) if is_float(y) else 0
+            least = float(jnp.finfo(y.dtype).smallest_subnormal) if is_float(y) and ON_GPUS else 0
             x, y = (np.asarray(v, np.float64) for v in (x, y))
             largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
             # a gradient may be a difference of numbers of about 1
             atol = tolerance * largest + max(1e-5, least)
             np.testing.assert_allclose(x, y, tolerance, atol, err_msg=f"{own}, leaf {i}")
-            assert not float8 or np.linalg.norm(x - y) <= 0.05 * np.linalg.norm(y)
+            most = 0.05 if ON_GPUS else 0.01  # single elements may be rounded to another step
+            assert not float8 or np.linalg.norm(x - y) <= most * np.linalg.norm(y)
 
 
 def sample():
@@ -217,14 +213,20 @@ def test_graphs(case, kind, request):
     check(lambda *x: bind(spec, case.name, *x), operands, kind, specs, flips=flips)
 
 
+def call(name, sizes=SIZES):
+    """A function of arrays, and arrays."""
+    case = function_cases.CASES[name]
+    operands = [*function_cases.operands(case, sizes)]
+    if name == "write_pages":  # the table: no slot is written twice, or either value may stay
+        operands[2] = jnp.arange(operands[2].size, dtype="int32").reshape(operands[2].shape)
+    return function_cases.given(case, 0), operands
+
+
 def test_functions(function, kind, request):
-    name, case = function, function_cases.CASES[function]
-    skip_unspecified(name)
-    every = request.config.getoption("every")
-    operands = [*function_cases.operands(case, SIZES)]
+    name, every = function, request.config.getoption("every")
+    run, operands = call(name)
     specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
     specs = each_axis(name, operands, 3) if every else specs
-    run = function_cases.given(case, 0)
     if kind == EXPLICIT and name in REFUSED:
         typed = [own for own in specs if has_types(name, run, operands, own)]
         assert len(typed) < len(specs)
@@ -235,13 +237,10 @@ def test_functions(function, kind, request):
 
 @pytest.mark.parametrize("name", [n for n in function_cases.CASES if n != "mxfp8"])
 def test_one_operand_varies(name):
-    """As activations do in a shard_map, where weights are replicated. (mxfp8 would round the parts
-    of a cotangent in another way.)"""
-    skip_unspecified(name)
-    case = function_cases.CASES[name]
-    operands = [*function_cases.operands(case, SIZES)]
+    """As activations do in a shard_map, where weights are replicated. (mxfp8 would round half of a
+    cotangent in another way.)"""
+    run, operands = call(name)
     specs = [layout(operands, {})] * len(operands)
-    run = function_cases.given(case, 0)
     check(run, operands, AUTO, specs, varying, float8=name in FLOAT8)
 
 
@@ -254,15 +253,8 @@ def test_one_operand_varies(name):
     ],
 )
 def test_examples_in_a_shard_map(name):
-    case = function_cases.CASES[name]
-    operands = [*function_cases.operands(case, SIZES | {"b": EXAMPLES})]
-    run = function_cases.given(case, 0)
+    run, operands = call(name, SIZES | {"b": EXAMPLES})
     check(run, operands, AUTO, [layout(operands, {})], by_example, float8=name in FLOAT8)
-
-
-def skip_unspecified(name):
-    if jax.default_backend() == "gpu" and name in UNSPECIFIED:
-        pytest.skip(UNSPECIFIED[name])
 
 
 def has_types(name, function, arrays, own):
