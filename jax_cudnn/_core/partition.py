@@ -270,7 +270,7 @@ def _report(
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
     if seen is not None:
-        notes = [how, *[Note("each device, of what was summed or gathered")] * len(found.stages)]
+        notes = [how, *[Note("each device, after that exchange")] * len(found.stages)]
         stages = zip(found.stages, notes, strict=False)
         graphs = [(title(spec=local, name=name), local, note) for (_, local), note in stages]
         seen.setdefault((spec, name), []).extend(graphs)

@@ -334,7 +334,7 @@ def test_what_follows_a_sum_has_another_note():
     plans = jc.plans(lambda a, b: jc.ops.matmul(a, b, activation="gelu"), a, b, gpus=["H200"])
     notes = plans["H200"].notes
     assert notes["matmul"] == "data shards a[2], b[0]; devices sum matmul.0::C"
-    assert notes["matmul 2"] == "each device, of what was summed or gathered"
+    assert notes["matmul 2"] == "each device, after that exchange"
 
 
 @pytest.mark.deviceless
