@@ -143,14 +143,22 @@ class MoE(nnx.Module):
                 got=f"axes {mesh.axis_names}",
                 fix="call it with jax.set_mesh(mesh)",
             )
-        if self.expert_axis in mesh.manual_axes:
-            return None
-        if self.num_experts % mesh.shape[self.expert_axis]:
+        held, more = divmod(self.num_experts, mesh.shape[self.expert_axis])
+        if more:
             raise GraphError(
                 "the devices of the expert_axis do not divide the experts",
                 expected=f"num_experts to be a multiple of {mesh.shape[self.expert_axis]}",
                 got=f"num_experts={self.num_experts}",
             )
+        if self.expert_axis in mesh.manual_axes:
+            if self.gate.shape[0] != held:
+                raise GraphError(
+                    "inside a shard_map this MoE has not the experts of one device",
+                    expected=f"gate with {held} of the {self.num_experts} experts",
+                    got=f"gate {self.gate.shape}",
+                    fix=f"in_specs=P({self.expert_axis!r}) for all parameters but the router's",
+                )
+            return None
         return mesh
 
     def _run(self, x: jax.Array, logits: jax.Array, weights: Any, mapped: bool) -> Any:

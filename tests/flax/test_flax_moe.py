@@ -169,14 +169,21 @@ def test_in_a_shard_map_it_takes_what_the_device_has(key):
     one = jnn.MoE(8, 12, 8, 2, rngs=nnx.Rngs(0))
     graph, state = nnx.split(jnn.MoE(8, 12, 8, 2, expert_axis="expert", rngs=nnx.Rngs(0)))
     x = jax.random.normal(key, (12, 8))
-    specs = jax.tree_util.tree_map_with_path(on_experts, state)
-    mapped = jax.shard_map(
-        lambda state, x: nnx.merge(graph, state)(x),
-        mesh=jax.sharding.Mesh(jax.devices()[:4], "expert"),
-        in_specs=(specs, P("expert")),
-        out_specs=P("expert"),
-    )
-    np.testing.assert_allclose(jax.jit(mapped)(state, x), one(x), rtol=1e-4, atol=1e-5)
+
+    def mapped(specs):
+        return jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            mesh=jax.sharding.Mesh(jax.devices()[:4], "expert"),
+            in_specs=(specs, P("expert")),
+            out_specs=P("expert"),
+        )
+
+    held = mapped(jax.tree_util.tree_map_with_path(on_experts, state))
+    np.testing.assert_allclose(jax.jit(held)(state, x), one(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        jc.GraphError, match=r"2 of the 8 experts(?s:.*)\(8, 8, 12\)(?s:.*)in_specs"
+    ):
+        mapped(P())(state, x)
 
 
 @pytest.mark.deviceless
