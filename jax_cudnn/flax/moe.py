@@ -143,23 +143,13 @@ class MoE(nnx.Module):
                 got=f"axes {mesh.axis_names}",
                 fix="call it with jax.set_mesh(mesh)",
             )
-        held, more = divmod(self.num_experts, mesh.shape[self.expert_axis])
-        if more:
+        if self.num_experts % mesh.shape[self.expert_axis]:
             raise GraphError(
                 "the devices of the expert_axis do not divide the experts",
                 expected=f"num_experts to be a multiple of {mesh.shape[self.expert_axis]}",
                 got=f"num_experts={self.num_experts}",
             )
-        if self.expert_axis in mesh.manual_axes:
-            if self.gate.shape[0] != held:
-                raise GraphError(
-                    "inside a shard_map this MoE has not the experts of one device",
-                    expected=f"gate with {held} of the {self.num_experts} experts",
-                    got=f"gate {self.gate.shape}",
-                    fix=f"in_specs=P({self.expert_axis!r}) for all parameters but the router's",
-                )
-            return None
-        return mesh
+        return None if self.expert_axis in mesh.manual_axes else mesh
 
     def _run(self, x: jax.Array, logits: jax.Array, weights: Any, mapped: bool) -> Any:
         """The result and the loss; ``mapped``: in a shard_map of all axes."""
@@ -207,6 +197,13 @@ class MoE(nnx.Module):
             rows = experts(rows, sizes)
         else:  # the experts of a token are different ones
             held = self.num_experts // lax.axis_size(self.expert_axis)
+            if (gate := weights["gate"].shape)[0] != held:
+                raise GraphError(
+                    "inside a shard_map this MoE has not the experts of one device",
+                    expected=f"gate with {held} of the {self.num_experts} experts",
+                    got=f"gate {gate}",
+                    fix=f"in_specs=P({self.expert_axis!r}) for all parameters but the router's",
+                )
             most = tokens.shape[0] * min(self.top_k, held)
             rows = expert_parallel(experts, rows, sizes, self.expert_axis, most_rows=most)
         each = rows.at[jnp.argsort(order)].get(unique_indices=True, mode="promise_in_bounds")
