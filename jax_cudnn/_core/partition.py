@@ -270,9 +270,11 @@ def _report(
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
     if seen is not None:
-        notes = [how, *[Note("each device, after that exchange")] * len(found.stages)]
-        stages = zip(found.stages, notes, strict=False)
-        graphs = [(title(spec=local, name=name), local, note) for (_, local), note in stages]
+        after = Note("each device, after that exchange")
+        graphs = [
+            (title(spec=local, name=name), local, after if i else how)
+            for i, (_, local) in enumerate(found.stages)
+        ]
         seen.setdefault((spec, name), []).extend(graphs)
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:

@@ -26,8 +26,7 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
                 got=f"{aval.dtype.name}{list(aval.shape)}",
                 why="a traced graph has fixed shapes and dtypes",
             )
-        spec_of = aval.sharding.spec
-        if getattr(spec_of, "reduced", None) or getattr(spec_of, "unreduced", None):
+        if any(getattr(aval.sharding.spec, kind, None) for kind in ("reduced", "unreduced")):
             raise GraphError(
                 f"{name}: operand {tensor.name!r} is reduced or unreduced over mesh axes",
                 got=str(aval),

@@ -57,7 +57,8 @@ class MoE(nnx.Module):
     each. In a ``jax.shard_map`` over the axis x and the parameters are those of the device.
 
     Raises GraphError if there are fewer experts than ``top_k``, if the devices of the axis do not
-    divide them, or if there is no such axis.
+    divide them, if there is no such axis, or if parameters in a ``jax.shard_map`` over it are not
+    those of the device.
 
     Source: Shazeer 2017, arXiv:1701.06538; the loss: Fedus 2021, arXiv:2101.03961.
 

@@ -350,8 +350,8 @@ def _heads(x: jax.Array) -> jax.Array:
 
 def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The sum of (B, N, G, S, T) over the broadcast dimensions of a bias of this shape."""
-    axes = [0] * (shape[0] == 1) + [1, 2] * (shape[1] == 1) + [3] * (shape[2] == 1)
-    return jnp.sum(x, axis=(*axes, *[4] * (shape[3] == 1)), keepdims=True)
+    sizes = *shape[:2], *shape[1:]  # of a bias along each dimension of x
+    return jnp.sum(x, axis=tuple(i for i, n in enumerate(sizes) if n == 1), keepdims=True)
 
 
 def _over_rows(

@@ -119,7 +119,7 @@ def on_mesh(kind, arrays, specs):
     ]
 
 
-def varying(function, arrays, mesh, i):
+def varying(function, mesh, i):
     """In a shard_map in which one operand varies, by its type, and the others do not: the mean of
     the devices' results, which are equal."""
 
@@ -131,7 +131,7 @@ def varying(function, arrays, mesh, i):
     return jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-def by_example(function, arrays, mesh, i):
+def by_example(function, arrays, mesh):
     """In a shard_map along the examples: all dimensions of that size."""
 
     def spec(x):
@@ -143,9 +143,9 @@ def by_example(function, arrays, mesh, i):
 
 
 def check(function, arrays, kind, specs, inside=None, flips=False, float8=False):
-    """All layouts in one program: each has operands of its own, so none determines another; or for
-    each a function of a shard_map, ``inside``. Gradients are not compared where a sum of 16 bits
-    may have another sign (``flips``)."""
+    """All layouts in one program: each has operands of its own, so none determines another.
+    ``inside`` makes, of the mesh, the function of each. Gradients are not compared where a sum of
+    16 bits may have another sign (``flips``)."""
     assert specs
     # Otherwise XLA may leave out a rounding to float8 in one of the two programs.
     jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -155,8 +155,7 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     mesh = placed[0][0].sharding.mesh
     mapped = [run] * len(specs)
     if inside is not None:
-        each = [inside(function, arrays, mesh, i) for i in range(len(specs))]
-        mapped = [differentiated(own, arrays) for own in each]
+        mapped = [differentiated(own, arrays) for own in inside(mesh)]
     if kind == PARTLY_MANUAL:
         how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
         mapped = [jax.shard_map(run, axis_names={"c"}, **how)] * len(specs)
@@ -241,7 +240,8 @@ def test_one_operand_varies(name):
     cotangent in another way.)"""
     run, operands = call(name)
     specs = [layout(operands, {})] * len(operands)
-    check(run, operands, AUTO, specs, varying, float8=name in FLOAT8)
+    each = lambda mesh: [varying(run, mesh, i) for i in range(len(operands))]  # noqa: E731
+    check(run, operands, AUTO, specs, each, float8=name in FLOAT8)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,8 @@ def test_one_operand_varies(name):
 )
 def test_examples_in_a_shard_map(name):
     run, operands = call(name, SIZES | {"b": EXAMPLES})
-    check(run, operands, AUTO, [layout(operands, {})], by_example, float8=name in FLOAT8)
+    inside = lambda mesh: [by_example(run, operands, mesh)]  # noqa: E731
+    check(run, operands, AUTO, [layout(operands, {})], inside, float8=name in FLOAT8)
 
 
 def has_types(name, function, arrays, own):
