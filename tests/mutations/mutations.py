@@ -16,7 +16,7 @@ MUTATIONS = {
     "statistic without its maximum": (ATTENTION, "largest + jnp.log(total)", "jnp.log(total)"),
     "sink not in the sum": (ATTENTION, "total + jnp.exp(sink - largest)", "total"),
     "blocks of rows without their position": (ATTENTION, "function({**shared, **own}, first)", "function({**shared, **own}, 0 * first)"),
-    "bias's gradient not summed over heads": (ATTENTION, "[1, 2] * (shape[1] == 1)", "[2] * (shape[1] == 1)"),
+    "bias's gradient not summed over heads": (ATTENTION, "enumerate(sizes) if n == 1", "enumerate(sizes) if n == 1 and i != 1"),
     "rows that see no key have mean of all": ("ops/attention/masks.py", "        count = keys\n", ""),
     "shared bias shown with a full stride": ("ops/attention/bias.py", "strides[_QUERIES] = 0", "strides[_QUERIES] = strides[_KEYS]"),
     "packed offsets may leave the array": ("ops/attention/packed.py", "jnp.clip(found[offset] // size, 0, tokens)", "(found[offset] // size)"),
