@@ -78,6 +78,21 @@ def same(got, want, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def placed(x, sharding):
+    """An array on devices of any processes; all of them have its value."""
+    return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+
+
+def whole(x, like):
+    """An array in float64. What other processes hold of it is taken from ``like``: they see it."""
+    if x.is_fully_addressable:
+        return np.asarray(x, np.float64)
+    made = np.array(like, np.float64)
+    for shard in x.addressable_shards:
+        made[shard.index] = shard.data
+    return made
+
+
 def two_processes(worker, *options, timeout, mode=(), **environments):
     """What the two processes of a job print: ``python worker PORT RANK``, JSON on its last line;
     with a ``mode``, a further argument that makes them fail, their exit codes and errors.

@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.promotion import TINY_PRODUCT
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
 from .arguments import floating, preferred_dtype
@@ -181,9 +182,12 @@ def _power_of_2(exponent: jax.Array) -> jax.Array:
 def _dot(a: Any, b: Any, summed: Any, exponent: jax.Array, out: _Array) -> jax.Array:
     """The product of two arrays, divided by ``2**exponent``, which does not round.
 
-    Both are in float8: XLA drops a conversion to it and back, as excess precision.
+    Both are in float8: XLA drops a conversion to it and back, as excess precision. It keeps that of
+    arrays which are :func:`_stored`, so tiny ones can be wider.
     """
     wide = "bfloat16" if out.dtype == "bfloat16" else "float32"
+    if a.size + b.size <= TINY_PRODUCT:
+        a, b, wide = a.astype("float32"), b.astype("float32"), "float32"
     y = lax.dot_general(
         a, b, (summed, ((), ())), preferred_element_type=wide, out_sharding=out.sharding
     )

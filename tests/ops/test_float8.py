@@ -267,6 +267,40 @@ def test_what_xla_makes_of_it(scaling, monkeypatch):
         assert re.search(rf"%{re.escape(operand)} = f8e\w+\[", text)
 
 
+THREES = [jnp.full(shape, 3.0) for shape in ((16, 8), (8, 8), (16, 8))]
+LARGE = [jnp.full(shape, 288, "float8_e4m3fn") for shape in ((2, 8), (8, 2))]
+tiny = pytest.mark.parametrize(  # operands whose products are above the largest float16
+    ("function", "arrays", "wants"),
+    [
+        pytest.param(all_three, THREES, (72, 72, 144), id="float8_matmul"),
+        pytest.param(jc.graph(lambda g, a, b: g.matmul(a, b)), LARGE, (8 * 288**2,), id="graph"),
+    ],
+)
+
+
+@pytest.mark.deviceless
+@tiny
+def test_xla_makes_no_float16_of_tiny_operands(function, arrays, wants, monkeypatch):
+    """What XLA takes for tiny are the operands of a device."""
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    mesh = jax.sharding.Mesh(np.array(absent_gpus.h200s(2)), ("x",))
+    avals = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, (P(None, "x"), P("x"), P()), strict=False)
+    ]
+    with jc.implementation("xla"):
+        text = absent_gpus.compiled(function, *avals, mesh=mesh).as_text()
+    assert not re.search(r"\bf16\[", text)
+
+
+@pytest.mark.gpu
+@tiny
+def test_products_of_tiny_operands_do_not_overflow(function, arrays, wants):
+    with jc.implementation("xla"):
+        for y, want in zip(jax.tree.leaves(jax.jit(function)(*arrays)), wants, strict=True):
+            np.testing.assert_array_equal(np.asarray(y, np.float32), want)
+
+
 @pytest.mark.deviceless
 def test_devices_exchange_the_largest_values_and_one_gradient(monkeypatch):
     """Rows are sharded: float8 products on each device, no array is gathered."""

@@ -82,6 +82,11 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
     return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
 
 
+TINY_PRODUCT = 2**16
+"""Elements of both operands together, up to which XLA must not multiply float8 as it is: of up to
+100 elements it makes float16, in which products overflow, and a mesh divides operands later."""
+
+
 def product_operands(*arrays: jax.Array, accumulator: Any) -> list[jax.Array]:
     """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider, float8
     as wide as the sums."""

@@ -17,7 +17,7 @@ from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import LEAD, Algebra, Fold, Node, frozen
 from ..._core.graph.planned import ANY, MATRICES, About, Anchor, Edge, Engines, Example, Work
-from ..._core.graph.promotion import computed, product_dtype, product_operands
+from ..._core.graph.promotion import TINY_PRODUCT, computed, product_dtype, product_operands
 from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
@@ -225,11 +225,8 @@ class Matmul(Node):
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
         # XLA multiplies float8 as it is.
-        return (
-            self._multiplied(A, B, precision)
-            if str(A.dtype) in FP8 and A.dtype == B.dtype
-            else None
-        )
+        own = str(A.dtype) in FP8 and A.dtype == B.dtype and A.size + B.size > TINY_PRODUCT
+        return self._multiplied(A, B, precision) if own else None
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         """The product of operands of one dtype."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
+from helpers import placed, whole
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformations import SMALL, is_float, spec_and_operands
@@ -114,7 +115,7 @@ def on_mesh(kind, arrays, specs):
     axes = (AxisType.Explicit if kind == EXPLICIT else AxisType.Auto,) * 3
     mesh = jax.make_mesh(MESHES[COUNT], ("a", "b", "c"), axis_types=axes)
     return [
-        [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, own, strict=True)]
+        [placed(x, NamedSharding(mesh, s)) for x, s in zip(arrays, own, strict=True)]
         for own in specs
     ]
 
@@ -151,15 +152,15 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     run = (lambda given: function(*given)) if flips else differentiated(function, arrays)
     want = jax.tree.leaves(jit(run)(arrays))
-    placed = on_mesh(kind, arrays, specs)
-    mesh = placed[0][0].sharding.mesh
+    operands = on_mesh(kind, arrays, specs)
+    mesh = operands[0][0].sharding.mesh
     mapped = [run] * len(specs)
     if inside is not None:
         mapped = [differentiated(own, arrays) for own in inside(mesh)]
     if kind == PARTLY_MANUAL:
         how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
         mapped = [jax.shard_map(run, axis_names={"c"}, **how)] * len(specs)
-    made = jit(lambda given: [f(own) for f, own in zip(mapped, given, strict=True)])(placed)
+    made = jit(lambda given: [f(own) for f, own in zip(mapped, given, strict=True)])(operands)
     dtypes = {str(x.dtype) for x in jax.tree.leaves((arrays, want))}
     tolerance = 2e-4 if {d for d in dtypes if "float" in d} <= {"float32"} else 2e-2
     if ON_GPUS:  # products in TF32, of other plans
@@ -169,7 +170,8 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     for own, got in zip(specs, made, strict=True):
         for i, (x, y) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
             least = float(jnp.finfo(y.dtype).smallest_subnormal) if is_float(y) and ON_GPUS else 0
-            x, y = (np.asarray(v, np.float64) for v in (x, y))
+            y = np.asarray(y, np.float64)
+            x = whole(x, y)
             largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
             # a gradient may be a difference of numbers of about 1
             atol = tolerance * largest + max(1e-5, least)
