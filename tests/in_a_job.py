@@ -4,10 +4,9 @@
 
 divides the tests among some jobs, which run at the same time. NCCL lets processes share a GPU since
 2.30, slowly: so one GPU shows that values on many are right, not how fast. A test has the worst
-outcome that it has in a process; it failed if it did not end in all.
+outcome that it has in a process.
 """
 
-import contextlib
 import os
 import re
 import socket
@@ -18,116 +17,85 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 JOB = "JAX_CUDNN_TESTS_JOB"
-OUTCOMES = PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
-
-
-def _of_this_process():
-    *numbers, name = os.environ[JOB].split()
-    return *map(int, numbers), Path(name)
+OUTCOMES = PASSED, _, FAILED = "passed", "skipped", "failure"
+SAID = "skipped", "failure", "error"  # in JUnit's files
 
 
 def pytest_configure():
     """In a process of a job (``-p in_a_job``), before a test file asks JAX for its devices."""
     import jax
 
-    port, count, rank, *_ = _of_this_process()
+    port, count, rank, *_ = map(int, os.environ[JOB].split())
     jax.distributed.initialize(f"localhost:{port}", count, rank, local_device_ids=[0])
 
 
 def pytest_collection_modifyitems(items):
-    *_, job, jobs, _ = _of_this_process()
+    *_, job, jobs = map(int, os.environ[JOB].split())
     items[:] = items[job::jobs]
 
 
-def _note(name, outcome):
-    with _of_this_process()[-1].with_suffix(".txt").open("a") as file:
-        file.write(f"{name}\t{outcome}\n")
-
-
-def pytest_runtest_logstart(nodeid):
-    _note(nodeid, "started")
-
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != PASSED:
-        _note(report.nodeid, report.outcome)
-
-
-def worst(process_notes):
-    """The outcome of each test that started; of a job's processes the notes of each."""
-    found = {}
-    for notes in process_notes:
-        ended = {}
-        for name, outcome in notes:
-            ended.setdefault(name, [])
-            ended[name] += [OUTCOMES.index(outcome)] if outcome in OUTCOMES else []
-        for name, each in ended.items():
-            found.setdefault(name, []).append(max(each, default=OUTCOMES.index(FAILED)))
+def outcomes(junit):
+    """That of each test, by module and name; none where the process died."""
+    if not junit.exists():
+        return {}
     return {
-        name: OUTCOMES[max(each)] if len(each) == len(process_notes) else FAILED
-        for name, each in found.items()
+        (test.get("classname"), test.get("name")): max(
+            (child.tag.replace("error", FAILED) for child in test if child.tag in SAID),
+            key=OUTCOMES.index,
+            default=PASSED,
+        )
+        for test in ElementTree.parse(junit).getroot().iter("testcase")
     }
 
 
-def as_junit(outcomes):
-    suite = ElementTree.Element("testsuite")
-    for name, outcome in outcomes.items():
-        module, _, test = name.partition("::")
-        classname = module.removesuffix(".py").replace("/", ".")
-        case = ElementTree.SubElement(suite, "testcase", classname=classname, name=test)
-        if outcome != PASSED:
-            ElementTree.SubElement(case, "failure" if outcome == FAILED else outcome)
-    return ElementTree.ElementTree(suite)
-
-
-def _started(base, port, count, rank, job, jobs, gpu, options):
-    env = os.environ | {
-        JOB: f"{port} {count} {rank} {job} {jobs} {base}",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
-        "JAX_NUM_CPU_DEVICES": "1",
-        "CUDA_VISIBLE_DEVICES": str(gpu),
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+def worst(processes):
+    """Of a job's tests, by what they are in each process; one that is missing in some failed."""
+    return {
+        name: max((each.get(name, FAILED) for each in processes), key=OUTCOMES.index)
+        for name in dict.fromkeys(name for each in processes for name in each)
     }
-    command = [sys.executable, "-m", "pytest", "-p", "in_a_job", "-n0", "-v", "--tb=short"]
-    with base.with_suffix(".log").open("w") as log:
-        return subprocess.Popen([*command, *options], env=env, stdout=log, stderr=log)
 
 
 def main(count, jobs, results, *options):
     gpus = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.MULTILINE))
-    outcomes = {}
+    command = [sys.executable, "-m", "pytest", "-p", "in_a_job", "-n0", "--tb=short", *options]
+    suite, started = ElementTree.Element("testsuite"), {}
     with tempfile.TemporaryDirectory() as folder:
-        bases = [[Path(folder, f"{job}-{rank}") for rank in range(count)] for job in range(jobs)]
-        processes = []
-        for job, each in enumerate(bases):
+        for job in range(jobs):
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
-            for rank, base in enumerate(each):
-                gpu = (job * count + rank) % max(1, gpus)
-                processes.append(_started(base, port, count, rank, job, jobs, gpu, options))
+            for rank in range(count):
+                env = os.environ | {
+                    JOB: f"{port} {count} {rank} {job} {jobs}",
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
+                    "JAX_NUM_CPU_DEVICES": "1",
+                    "CUDA_VISIBLE_DEVICES": str((job * count + rank) % max(1, gpus)),
+                    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                }
+                base = f"{folder}/{job}-{rank}"
+                with Path(f"{base}.log").open("w") as log:
+                    started[job, rank] = subprocess.Popen(
+                        [*command, "--junitxml", f"{base}.xml"], env=env, stdout=log, stderr=log
+                    )
         try:
-            with contextlib.suppress(KeyboardInterrupt):
-                for process in processes:
-                    process.wait()
+            codes = [process.wait() for process in started.values()]
         finally:
-            for process in processes:
+            for process in started.values():
                 process.kill()
-        for each in bases:
-            notes = []
-            for base in each:
-                text = base.with_suffix(".txt")
-                lines = text.read_text().splitlines() if text.exists() else []
-                notes.append([line.split("\t") for line in lines])
-            found = worst(notes)
-            outcomes |= found
-            if FAILED in found.values() or not found:
-                for base in each:
-                    print(f"== {base.name}\n{base.with_suffix('.log').read_text()[-4000:]}")
-    as_junit(outcomes).write(results)
-    print({outcome: [*outcomes.values()].count(outcome) for outcome in OUTCOMES})
-    return FAILED in outcomes.values() or not outcomes
+        for job, rank in started:
+            if started[job, rank].returncode:
+                print(f"== process {rank} of job {job}")
+                print(Path(f"{folder}/{job}-{rank}.log").read_text()[-6000:])
+        for job in range(jobs):
+            files = [Path(f"{folder}/{job}-{rank}.xml") for rank in range(count)]
+            for (module, name), outcome in worst([outcomes(file) for file in files]).items():
+                test = ElementTree.SubElement(suite, "testcase", classname=module, name=name)
+                if outcome != PASSED:
+                    ElementTree.SubElement(test, outcome)
+    ElementTree.ElementTree(suite).write(results)
+    return max(codes)
 
 
 if __name__ == "__main__":
