@@ -18,7 +18,14 @@ from xml.etree import ElementTree
 from .measure import environment
 from .tables import table
 
-RUNS = ("tested_four_gpus", "tested_two_gpus", "tested_h100", "tested_cuda13", "tested_cuda12")
+RUNS = (
+    "tested_four_gpus",
+    "tested_two_gpus",
+    "tested_in_a_job",
+    "tested_h100",
+    "tested_cuda13",
+    "tested_cuda12",
+)
 RANDOM = ("programs_h200", "graphs_h200", "calls_h200")
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 

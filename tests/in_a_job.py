@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,8 +22,7 @@ OUTCOMES = PASSED, _, FAILED = "passed", "skipped", "failure"
 SAID = "skipped", "failure", "error"  # in JUnit's files
 
 
-def pytest_configure():
-    """In a process of a job (``-p in_a_job``), before a test file asks JAX for its devices."""
+if JOB in os.environ:  # in a process (``-p in_a_job``), before anything asks JAX for its devices
     import jax
 
     port, count, rank, *_ = map(int, os.environ[JOB].split())
@@ -69,6 +69,7 @@ def main(count, jobs, results, *options):
                 env = os.environ | {
                     JOB: f"{port} {count} {rank} {job} {jobs}",
                     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
+                    "JAX_PLATFORMS": "cuda,cpu" if gpus else "cpu",
                     "JAX_NUM_CPU_DEVICES": "1",
                     "CUDA_VISIBLE_DEVICES": str((job * count + rank) % max(1, gpus)),
                     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -95,6 +96,7 @@ def main(count, jobs, results, *options):
                 if outcome != PASSED:
                     ElementTree.SubElement(test, outcome)
     ElementTree.ElementTree(suite).write(results)
+    print(dict(Counter(test[0].tag if len(test) else PASSED for test in suite)))
     return max(codes)
 
 
