@@ -1,9 +1,11 @@
 """Training steps of Flax's models on 1, 2 and 4 GPUs of one host.
 
     python -m benchmarks.many_gpus --into benchmarks/results/many_gpus_h200.json
+    python -m benchmarks.many_gpus --into benchmarks/results/many_gpus_h200.json --absent
 
-Under data parallelism and FSDP each GPU has the model's batch; under tensor parallelism all have
-one batch, and each a part of the heads and features. Runs with other ``--only`` add their cells.
+The second compiles the steps for H200s that are absent: collectives and memory, no times. Under
+data parallelism and FSDP each GPU has the model's batch; under tensor parallelism all have one
+batch, and each a part of the heads and features. Runs with other ``--only`` add their cells.
 """
 
 from __future__ import annotations
@@ -11,18 +13,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
 
 from .collectives import KINDS
 from .flax.tables import CUDNN, OURS, PLAIN, WHOLE
@@ -52,6 +58,9 @@ _SPLIT = {
 }
 """The dimensions of parameters that tensor parallelism splits."""
 _EFFORT = Effort(seconds=2.0, calls=5, rounds=7)
+VERSIONS = "jax", "jaxlib", "flax"
+COMPILED = "compiled"
+"""The status of a cell that no GPU ran."""
 
 
 def cells(count: int, tiny: bool) -> Iterator[tuple[str, Any, str, dict[str, int]]]:
@@ -72,28 +81,68 @@ def measure(case: Any, layout: str, sizes: dict[str, int], effort: Effort) -> En
     """What the Flax benchmark says of the model's step on a mesh, and how many GPUs it has."""
     from .flax.measure import measure
 
-    batches, count = sizes.get("data", 1), sizes.get("data", 1) * sizes.get("model", 1)
-    mesh = jax.make_mesh(
-        (*sizes.values(),),
-        (*sizes,),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[:count],
-    )
-
-    def batch(key: jax.Array) -> Any:
-        each = [case.batch(key) for key in jax.random.split(key, batches)]
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
-
-    many = dataclasses.replace(case, batch=batch, items=case.items * batches)
-    sides = (CUDNN if case.attends else PLAIN, WHOLE, OURS)
-    found = measure(many, effort, True, sides, partial(_shardings, mesh, layout))
+    mesh, many = _mesh(sizes, jax.devices()), _many(case, sizes)
+    found = measure(many, effort, True, _sides(case), partial(_shardings, mesh, layout))
     for side in found["sides"].values():
         del side["mfu"]
         longest = side["profile"].pop("kernels", [])  # none where the profiler failed
         calls = {kernel["kernel"]: kernel["calls"] for kernel in longest}
         side["profile"]["nccl"] = {name: n for name, n in calls.items() if "nccl" in name.lower()}
     settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    return {"unit": case.unit, "items": many.items, "gpus": count, "nccl": settings} | found
+    return {"unit": case.unit, "items": many.items, "nccl": settings} | found
+
+
+def compiled(case: Any, layout: str, sizes: dict[str, int]) -> dict[str, Entry]:
+    """Of the step of each side, collectives and memory that XLA's program for absent H200s has."""
+    from absent_gpus import OPTIONS, h200s  # of tests/  # pyright: ignore
+    from flax import nnx
+
+    from jax_cudnn.flax import accelerate
+
+    from .flax.measure import Forward, Training, facts
+
+    mesh = _mesh(sizes, h200s(math.prod(sizes.values())))
+    many, found = _many(case, sizes), {}
+
+    def sharded(arrays: Any) -> Any:
+        return jax.tree.map(
+            lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own),
+            arrays,
+            _shardings(mesh, layout, arrays),
+        )
+
+    batch = sharded(jax.eval_shape(many.batch, jax.random.key(1)))
+    for side in _sides(case):
+        model = nnx.eval_shape(partial(case.make, side))
+        model = {OURS: accelerate, WHOLE: Forward}.get(side, lambda model: model)(model)
+        optimizer = nnx.eval_shape(lambda m: nnx.Optimizer(m, case.optimizer, wrt=nnx.Param), model)
+        nnx.update((model, optimizer), sharded(nnx.state((model, optimizer))))
+        training = Training(model, optimizer, batch)
+        with jc.target("H200"):
+            training.program = training.lower().compile(compiler_options=OPTIONS)
+        training.text = training.program.as_text() or ""
+        found[side] = facts(training)
+    return found
+
+
+def _mesh(sizes: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    grid = np.array(devices[: math.prod(sizes.values())]).reshape(*sizes.values())
+    return Mesh(grid, (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _many(case: Any, sizes: dict[str, int]) -> Any:
+    """The case with the batches of all GPUs."""
+    batches = sizes.get("data", 1)
+
+    def batch(key: jax.Array) -> Any:
+        each = [case.batch(key) for key in jax.random.split(key, batches)]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
+
+    return dataclasses.replace(case, batch=batch, items=case.items * batches)
+
+
+def _sides(case: Any) -> tuple[str, ...]:
+    return CUDNN if case.attends else PLAIN, WHOLE, OURS
 
 
 def _shardings(mesh: Mesh, layout: str, arrays: Any) -> Any:
@@ -127,11 +176,12 @@ def render(result: dict[str, Any]) -> str:
     rows, notes = [], []
     for name, entry in result["cells"].items():
         found = entry["sides"]
-        sides = [CUDNN if CUDNN in found or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
+        facts = found or entry["compiled"]["sides"]
+        sides = [CUDNN if CUDNN in facts or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
         spent = [found.get(s, {}).get("profile", {}).get("kinds_ms", {}) for s in sides]
         moved = [
             ", ".join(f"{n} {KINDS[kind]}" for kind, (n, _) in each.get("collectives", {}).items())
-            for each in (found.get(side, {}) for side in sides)
+            for each in (facts.get(side, {}) for side in sides)
         ]
         parts = [efficiency(result, name, side) for side in sides]
         rows.append([
@@ -140,13 +190,37 @@ def render(result: dict[str, Any]) -> str:
             _all(f"{part:.2f}" if part else None for part in parts) if entry["gpus"] > 1 else "",
             moved[0] if len({*moved}) == 1 else " / ".join(moved),
             _all(f"{s['collectives']:.1f}" if "collectives" in s else None for s in spent),
-            _all(f"{found[s]['memory_gb']:.3g}" if s in found else None for s in sides),
+            _all(f"{facts[s]['memory_gb']:.3g}" if s in facts else None for s in sides),
         ])  # fmt: skip
         notes += [f"{name}, {side} did not run: {why}" for side, why in entry["not_run"].items()]
-        if entry["status"] != TIMED:
+        if entry["status"] not in (TIMED, COMPILED):
             notes.append(f"{name}, {entry['status']}: {entry['reason']}")
     text = f"{where(result, 'flax')}.\n\n{table(head, rows)}"
+    notes += _compared(result)
     return text + (f"\n\n{listed(notes)}" if notes else "")
+
+
+def _compared(result: dict[str, Any]) -> list[str]:
+    """Programs for absent GPUs with those that ran."""
+    pairs = [
+        (found, entry["compiled"]["sides"][side])
+        for entry in result["cells"].values()
+        if "compiled" in entry
+        for side, found in entry["sides"].items()
+    ]
+    if not pairs:
+        return []
+    same = sum(_counts(one) == _counts(other) for one, other in pairs)
+    off = max(abs(other["memory_gb"] / one["memory_gb"] - 1) for one, other in pairs)
+    return [
+        "rows without times are programs that XLA compiled for absent H200s; of the programs that "
+        f"ran on several GPUs, {same} of {len(pairs)} have the collectives of those compiled so, "
+        f"and memory differs by at most {off:.1%}"
+    ]
+
+
+def _counts(side: dict[str, Any]) -> dict[str, int]:
+    return {kind: n for kind, (n, _) in side["collectives"].items()}
 
 
 def _all(values: Iterator[str | None]) -> str:
@@ -158,7 +232,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Scaling efficiencies of all cells as an SVG."""
     from .plot import drawing
 
-    names = [name for name, entry in result["cells"].items() if entry["gpus"] > 1]
+    cells = result["cells"].items()
+    names = [name for name, entry in cells if entry["gpus"] > 1 and entry["sides"]]
     with drawing(path, (8, 1.0 + 0.36 * len(names))) as axes:
         ways = (CUDNN, PLAIN), (WHOLE,), (OURS,)
         labels = ("#b0b0b0", "by hand"), ("#76b900", "jc.accelerate"), ("#3a5f00", "jnn.accelerate")
@@ -188,30 +263,41 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="cells with this in their name")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
     parser.add_argument("--commit", default="", help="that the cells are of")
+    parser.add_argument("--absent", action="store_true", help="compile for H200s, run nothing")
     options = parser.parse_args()
-    if not options.tiny and os.environ.get("NCCL_NVLS_ENABLE") != "0":
+    if not (options.tiny or options.absent) and os.environ.get("NCCL_NVLS_ENABLE") != "0":
         raise SystemExit("set NCCL_NVLS_ENABLE=0: these times are without NVLink multicast")
     found = json.loads(options.into.read_text()) if options.into.exists() else {"cells": {}}
     about, effort = environment("flax"), TINY if options.tiny else _EFFORT
-    if found.setdefault("environment", about) | {"date": ""} != about | {"date": ""}:
-        raise SystemExit(f"{options.into} is of other GPUs or versions: {found['environment']}")
+    known = found.setdefault("environment", about)
+    keys = VERSIONS if options.absent else {*known, *about} - {"date"}
+    if any(known.get(key) != about.get(key) for key in keys):
+        raise SystemExit(f"{options.into} is of other GPUs or versions: {known}")
     order = [name for name, *_ in cells(4, options.tiny)]
-    for name, *cell in cells(jax.device_count(), options.tiny):
-        if re.search(options.only, name):
-            began = time.perf_counter()
-            entry = tried(measure, *cell, effort)
+    count = 4 if options.absent else jax.device_count()
+    for name, case, layout, sizes in cells(count, options.tiny):
+        if not re.search(options.only, name) or (options.absent and layout == ALONE):
+            continue
+        began, of = time.perf_counter(), {"date": about["date"], "commit": options.commit}
+        entry = {"gpus": math.prod(sizes.values()), "sides": {}, "not_run": {}}
+        before = found["cells"].get(name, {"status": COMPILED})
+        if options.absent:
+            entry |= before
+            entry["compiled"] = of | {"sides": compiled(case, layout, sizes)}
+        else:
+            entry |= tried(measure, case, layout, sizes, effort) | of
+            entry |= {key: before[key] for key in ("compiled",) if key in before}
             entry["seconds"] = round(time.perf_counter() - began, 1)
-            entry["date"] = found["environment"]["date"] = about["date"]
-            entry["commit"] = options.commit
-            found["cells"][name] = entry
-            found["cells"] = {
-                name: found["cells"][name] for name in order if name in found["cells"]
-            }
-            ms = {side: each["ms"]["median"] for side, each in entry.get("sides", {}).items()}
-            print(f"{name}: {entry['status']}, {entry['seconds']} s, ms {ms}", flush=True)
-            for side, why in {"": entry.get("reason"), **entry.get("not_run", {})}.items():
-                print(f"  {side}: {why[:300]}" if why else "", end="\n" if why else "", flush=True)
-            options.into.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            known["date"] = about["date"]
+        found["cells"][name] = entry
+        found["cells"] = {name: found["cells"][name] for name in order if name in found["cells"]}
+        ms = {side: each["ms"]["median"] for side, each in entry["sides"].items()}
+        print(
+            f"{name}: {entry['status']}, {time.perf_counter() - began:.0f} s, ms {ms}", flush=True
+        )
+        for side, why in {"": entry.get("reason"), **entry["not_run"]}.items():
+            print(f"  {side}: {why[:300]}" if why else "", end="\n" if why else "", flush=True)
+        options.into.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, Ent
     for side, training in [*ready.items()]:
         try:
             losses = [float(training()) for _ in _ALLOWED]
-            found[side] = {**_told(training), "losses": losses}
+            found[side] = {**facts(training), "losses": losses}
         except Exception as error:  # often it is memory that is missing
             not_run[side] = told(error)
             del ready[side]
@@ -248,7 +248,7 @@ def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, Ent
     return found
 
 
-def _told(training: Training) -> Entry:
+def facts(training: Training) -> Entry:
     """What the compiled step says of itself."""
     memory = training.program.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -1,4 +1,5 @@
-"""Steps on a mesh are measured end to end on four CPU devices, and shown."""
+"""Steps on a mesh are measured end to end on four CPU devices, or compiled for absent GPUs, and
+shown."""
 
 import json
 import os
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
+@pytest.mark.deviceless
 def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
     path = tmp_path / "many.json"
     command = [sys.executable, "-m", "benchmarks.many_gpus", "--tiny", "--into", str(path)]
@@ -34,3 +36,17 @@ def test_steps_on_a_mesh_are_measured_and_rendered(tmp_path):
     assert "| gpt2/tiny | data x model | 4 | - | " in many_gpus.render(result)
     many_gpus.plot(result, tmp_path / "many.svg")
     assert "data x model, 4</text>" in (tmp_path / "many.svg").read_text()
+    flags |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    only = ["--absent", "--only", "gpt2.*(FSDP, 4|tensor parallel, 2)"]
+    subprocess.run([*command, *only], cwd=ROOT, env=os.environ | flags, check=True)
+    with_absent = json.loads(path.read_text())
+    new = with_absent["cells"].pop("gpt2/tiny, tensor parallel, 2")
+    assert (new["status"], new["gpus"], new["sides"]) == ("compiled", 2, {})
+    again = with_absent["cells"][names[1]].pop("compiled")
+    assert with_absent == result  # what was measured stays
+    assert "all-gather" in again["sides"][many_gpus.OURS]["collectives"]
+    for side in new["compiled"]["sides"].values():
+        assert side["memory_gb"] > 0
+        assert side["collectives"]["all-reduce"][0] > 0
+    shown = many_gpus.render(json.loads(path.read_text()))
+    assert "| gpt2/tiny | tensor parallel | 2 | - | - | - | " in shown
