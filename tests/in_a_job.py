@@ -7,6 +7,7 @@ divides the tests among some jobs, which run at the same time. NCCL lets process
 outcome that it has in a process.
 """
 
+import argparse
 import os
 import re
 import socket
@@ -17,27 +18,44 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 JOB = "JAX_CUDNN_TESTS_JOB"
 OUTCOMES = PASSED, _, FAILED = "passed", "skipped", "failure"
 SAID = "skipped", "failure", "error"  # in JUnit's files
+EMPTY = pytest.ExitCode.NO_TESTS_COLLECTED  # of a job
+SECONDS = 120  # that processes wait for the slowest one after a test
 
 
 if JOB in os.environ:  # in a process (``-p in_a_job``), before anything asks JAX for its devices
     import jax
+    from jax._src import distributed
 
     port, count, rank, *_ = map(int, os.environ[JOB].split())
     jax.distributed.initialize(f"localhost:{port}", count, rank, local_device_ids=[0])
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
+    """Divides what the options select."""
+    yield  # to the options
     *_, job, jobs = map(int, os.environ[JOB].split())
     items[:] = items[job::jobs]
 
 
+def pytest_runtest_logfinish(nodeid):
+    """No process goes on alone: its collectives would meet those of another test."""
+    try:
+        distributed.global_state.client.wait_at_barrier(nodeid, 1000 * SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"not all processes ended {nodeid}: {error}", flush=True)
+        os._exit(1)  # JAX ends the others
+
+
 def outcomes(junit):
-    """That of each test, by module and name; none where the process died."""
+    """That of each test, by module and name; a failure where the process died."""
     if not junit.exists():
-        return {}
+        return {("in_a_job", f"process {junit.stem}"): FAILED}
     return {
         (test.get("classname"), test.get("name")): max(
             (child.tag.replace("error", FAILED) for child in test if child.tag in SAID),
@@ -57,14 +75,20 @@ def worst(processes):
 
 
 def main(count, jobs, results, *options):
-    gpus = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.MULTILINE))
+    listed = (
+        "" if os.environ.get("JAX_PLATFORMS") == "cpu" else subprocess.getoutput("nvidia-smi -L")
+    )
+    gpus = len(re.findall("^GPU", listed, re.MULTILINE))
+    print(f"{jobs} jobs of {count} processes, {gpus} GPUs", flush=True)
+    results.write_text("")  # rather fail now
     command = [sys.executable, "-m", "pytest", "-p", "in_a_job", "-n0", "--tb=short", *options]
     suite, started = ElementTree.Element("testsuite"), {}
     with tempfile.TemporaryDirectory() as folder:
-        for job in range(jobs):
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
+        sockets = [socket.create_server(("localhost", 0)) for _ in range(jobs)]
+        ports = [each.getsockname()[1] for each in sockets]
+        for each in sockets:
+            each.close()
+        for job, port in enumerate(ports):
             for rank in range(count):
                 env = os.environ | {
                     JOB: f"{port} {count} {rank} {job} {jobs}",
@@ -86,7 +110,7 @@ def main(count, jobs, results, *options):
             for process in started.values():
                 process.kill()
         for job, rank in started:
-            if started[job, rank].returncode:
+            if started[job, rank].returncode not in (0, EMPTY):
                 print(f"== process {rank} of job {job}")
                 print(Path(f"{folder}/{job}-{rank}.log").read_text()[-6000:])
         for job in range(jobs):
@@ -96,9 +120,15 @@ def main(count, jobs, results, *options):
                 if outcome != PASSED:
                     ElementTree.SubElement(test, outcome)
     ElementTree.ElementTree(suite).write(results)
-    print(dict(Counter(test[0].tag if len(test) else PASSED for test in suite)))
-    return max(codes)
+    counts = Counter(test[0].tag if len(test) else PASSED for test in suite)
+    print(dict(counts))
+    return int(not counts or FAILED in counts or not {*codes} <= {0, EMPTY})
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("processes", type=int, choices=range(1, 9), metavar="PROCESSES")
+    parser.add_argument("jobs", type=int, choices=range(1, 9), metavar="JOBS")
+    parser.add_argument("results", type=Path, metavar="RESULTS.xml")
+    given, options = parser.parse_known_args()
+    sys.exit(main(given.processes, given.jobs, given.results, *options))

@@ -182,8 +182,8 @@ def _power_of_2(exponent: jax.Array) -> jax.Array:
 def _dot(a: Any, b: Any, summed: Any, exponent: jax.Array, out: _Array) -> jax.Array:
     """The product of two arrays, divided by ``2**exponent``, which does not round.
 
-    Both are in float8: XLA drops a conversion to it and back, as excess precision. It keeps that of
-    arrays which are :func:`_stored`, so tiny ones can be wider.
+    Both are in float8: XLA drops a conversion to it and back, as excess precision, unless the array
+    is :func:`_stored`. So tiny ones may be converted.
     """
     wide = "bfloat16" if out.dtype == "bfloat16" else "float32"
     if a.size + b.size <= TINY_PRODUCT:

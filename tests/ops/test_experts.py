@@ -106,16 +106,15 @@ def test_values_and_gradients_are_those_of_one_device(sizes, key, x64, way):
     rows, weights = operands(key, COUNT)
     sizes = jnp.array(sizes)[:COUNT]
 
-    def both(f, given):
-        def loss(rows, weights, sizes):
+    def both(f, *given):
+        def loss(rows, weights):
             y = f(rows, weights, sizes)
             return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*given)
 
-    given = rows, weights, sizes
-    sharded = [placed(x, NamedSharding(mesh, P())) for x in given]
-    near(both(parallel(mesh), sharded), both(alone, given))
+    sharded = [placed(x, NamedSharding(mesh, P())) for x in (rows, weights)]
+    near(both(parallel(mesh), *sharded), both(alone, rows, weights))
 
 
 def test_further_derivatives_and_vmap(key, x64, way):

@@ -268,12 +268,19 @@ def test_what_xla_makes_of_it(scaling, monkeypatch):
 
 
 THREES = [jnp.full(shape, 3.0) for shape in ((16, 8), (8, 8), (16, 8))]
-LARGE = [jnp.full(shape, 288, "float8_e4m3fn") for shape in ((2, 8), (8, 2))]
+LARGE = [jnp.full(shape, 288, "float8_e4m3fn") for shape in ((8192, 2, 8), (8192, 8, 2))]
+PAIRS = ((2,), (1,)), ((0,), (0,))
 tiny = pytest.mark.parametrize(  # operands whose products are above the largest float16
     ("function", "arrays", "wants"),
     [
         pytest.param(all_three, THREES, (72, 72, 144), id="float8_matmul"),
         pytest.param(jc.graph(lambda g, a, b: g.matmul(a, b)), LARGE, (8 * 288**2,), id="graph"),
+        pytest.param(
+            lambda a, b: jc.ops.dot_general(a, b, PAIRS, preferred_element_type="float32"),
+            LARGE,
+            (8 * 288**2,),
+            id="dot_general",
+        ),
     ],
 )
 
@@ -284,9 +291,10 @@ def test_xla_makes_no_float16_of_tiny_operands(function, arrays, wants, monkeypa
     """What XLA takes for tiny are the operands of a device."""
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     mesh = jax.sharding.Mesh(np.array(absent_gpus.h200s(2)), ("x",))
+    specs = [P("x")] * 2 if arrays is LARGE else [P(None, "x"), P("x"), P()]
     avals = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, (P(None, "x"), P("x"), P()), strict=False)
+        for x, spec in zip(arrays, specs, strict=False)
     ]
     with jc.implementation("xla"):
         text = absent_gpus.compiled(function, *avals, mesh=mesh).as_text()

@@ -83,8 +83,9 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
 
 
 TINY_PRODUCT = 2**16
-"""Elements of both operands together, up to which XLA must not multiply float8 as it is: of up to
-100 elements it makes float16, in which products overflow, and a mesh divides operands later."""
+"""Elements of a matrix of both operands together, up to which XLA must not multiply float8 as it
+is: of fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) it makes float16, in which products
+overflow, and it counts those of a device, which are fewer than are known here."""
 
 
 def product_operands(*arrays: jax.Array, accumulator: Any) -> list[jax.Array]:

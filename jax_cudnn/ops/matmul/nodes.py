@@ -225,8 +225,12 @@ class Matmul(Node):
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
         # XLA multiplies float8 as it is.
-        own = str(A.dtype) in FP8 and A.dtype == B.dtype and A.size + B.size > TINY_PRODUCT
+        of_one = sum(math.prod(x.shape[self._batch_rank(x) :]) for x in (A, B))
+        own = str(A.dtype) in FP8 and A.dtype == B.dtype and of_one > TINY_PRODUCT
         return self._multiplied(A, B, precision) if own else None
+
+    def _batch_rank(self, x: jax.Array) -> int:
+        return x.ndim - 2
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         """The product of operands of one dtype."""
@@ -302,6 +306,9 @@ class Contraction(Matmul):
 
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge()
+
+    def _batch_rank(self, x: jax.Array) -> int:
+        return self.batched
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         arrays = A, B

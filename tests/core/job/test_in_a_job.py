@@ -1,10 +1,7 @@
 """``tests/in_a_job.py``: tests in the processes of a job."""
 
-from pathlib import Path
-
 import in_a_job
-
-from benchmarks.tested import counted
+import pytest
 
 TESTS = """
 import jax, jax.numpy as jnp, pytest
@@ -25,15 +22,47 @@ def test_that_is_skipped():
 """
 
 
-def test_two_processes_are_one_job(tmp_path, capsys):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     file, results = tmp_path / "test_here.py", tmp_path / "results.xml"
-    file.write_text(TESTS)
-    assert in_a_job.main(2, 1, results, str(file), "--rootdir", str(tmp_path)) == 1
-    assert counted(results) == {"test_here": {"passed": 1, "failed": 1, "skipped": 1}}
+
+    def run(text, jobs, *options):
+        file.write_text(text)
+        options = str(file), "--rootdir", str(tmp_path), *options
+        code, found = in_a_job.main(2, jobs, results, *options), in_a_job.outcomes(results)
+        return code, {name: outcome for (_, name), outcome in found.items()}
+
+    return run
+
+
+def test_two_processes_are_one_job(run, capsys):
+    code, found = run(TESTS, 1)
+    assert code == 1
+    assert [*found.values()] == ["passed", "failure", "skipped"]
     assert "assert 1 == 0" in capsys.readouterr().out
 
 
-def test_a_test_that_did_not_end_failed():
-    one = {("module", "a"): "passed", ("module", "b"): "passed"}
-    assert [*in_a_job.worst([one, {("module", "a"): "passed"}]).values()] == ["passed", "failure"]
-    assert {*in_a_job.worst([one, in_a_job.outcomes(Path("missing.xml"))]).values()} == {"failure"}
+def test_jobs_share_what_is_selected(run):
+    """One of three jobs has no test."""
+    code, found = run(TESTS, 3, "-k", "share or skipped")
+    assert code == 0
+    assert [*found.values()] == ["passed", "skipped"]
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "jax.process_index() or os._exit(0)"])
+def test_a_job_that_dies_failed(end, run):
+    """All of its processes, or one that looks as if it had succeeded."""
+    code, found = run(f"import os, jax\n\ndef test():\n    {end}\n", 1)
+    assert code == 1
+    assert found["process 0-0"] == "failure"
+
+
+@pytest.mark.long
+def test_a_process_that_goes_on_alone_is_ended(run):
+    """One fails before a sum in which the other waits, or compares it with that of another test."""
+    text = TESTS.replace("    mine", "    assert jax.process_index() == 0\n    mine", 1)
+    text = text.replace("import jax,", "import in_a_job, jax,", 1) + "\nin_a_job.SECONDS = 3\n"
+    code, found = run(text, 1)
+    assert code == 1
+    assert "passed" not in found.values()
