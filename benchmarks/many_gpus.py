@@ -176,7 +176,7 @@ def render(result: dict[str, Any]) -> str:
     rows, notes = [], []
     for name, entry in result["cells"].items():
         found = entry["sides"]
-        facts = found or entry["compiled"]["sides"]
+        facts = found or entry.get("compiled", {}).get("sides", {})
         sides = [CUDNN if CUDNN in facts or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
         spent = [found.get(s, {}).get("profile", {}).get("kinds_ms", {}) for s in sides]
         moved = [
@@ -220,7 +220,7 @@ def _compared(result: dict[str, Any]) -> list[str]:
 
 
 def _counts(side: dict[str, Any]) -> dict[str, int]:
-    return {kind: n for kind, (n, _) in side["collectives"].items()}
+    return {kind: n for kind, (n, _) in side.get("collectives", {}).items()}
 
 
 def _all(values: Iterator[str | None]) -> str:

@@ -83,9 +83,10 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
 
 
 TINY_PRODUCT = 2**16
-"""Elements of a matrix of both operands together, up to which XLA must not multiply float8 as it
-is: of fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) it makes float16, in which products
-overflow, and it counts those of a device, which are fewer than are known here."""
+"""Up to so many elements of one matrix of each operand, together, float8 is made wider before XLA
+multiplies it. Where a device has fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) XLA makes
+them float16, in which products overflow, and a device may have a small part of what is known here.
+"""
 
 
 def product_operands(*arrays: jax.Array, accumulator: Any) -> list[jax.Array]:
