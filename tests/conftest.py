@@ -26,7 +26,9 @@ import functools
 import importlib.util
 import itertools
 import json
+import sys
 import zlib
+from pathlib import Path
 
 import jax
 import pytest
@@ -35,6 +37,9 @@ import jax_cudnn as jc
 from jax_cudnn._core import auto
 from jax_cudnn._core.planning import losses, planner
 from jax_cudnn._core.settings import settings
+
+# The clone's ``benchmarks`` can be imported, behind all that is installed.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Plans of tests, also of their subprocesses, stay out of the user's cache; deleted at exit.
 _cache_home = tempfile.TemporaryDirectory(prefix="jax_cudnn-tests-")

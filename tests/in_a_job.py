@@ -81,7 +81,8 @@ def main(count, jobs, results, *options):
     gpus = len(re.findall("^GPU", listed, re.MULTILINE))
     print(f"{jobs} jobs of {count} processes, {gpus} GPUs", flush=True)
     results.write_text("")  # rather fail now
-    command = [sys.executable, "-m", "pytest", "-p", "in_a_job", "-n0", "--tb=short", *options]
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "in_a_job", "-n0", "--tb=short"]
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     suite, started = ElementTree.Element("testsuite"), {}
     with tempfile.TemporaryDirectory() as folder:
         sockets = [socket.create_server(("localhost", 0)) for _ in range(jobs)]
@@ -92,7 +93,7 @@ def main(count, jobs, results, *options):
             for rank in range(count):
                 env = os.environ | {
                     JOB: f"{port} {count} {rank} {job} {jobs}",
-                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]]),
+                    "PYTHONPATH": os.pathsep.join(path),
                     "JAX_PLATFORMS": "cuda,cpu" if gpus else "cpu",
                     "JAX_NUM_CPU_DEVICES": "1",
                     "CUDA_VISIBLE_DEVICES": str((job * count + rank) % max(1, gpus)),
@@ -102,7 +103,10 @@ def main(count, jobs, results, *options):
                 base = f"{folder}/{job}-{rank}"
                 with Path(f"{base}.log").open("w") as log:
                     started[job, rank] = subprocess.Popen(
-                        [*command, "--junitxml", f"{base}.xml"], env=env, stdout=log, stderr=log
+                        [*command, "--junitxml", f"{base}.xml", *options],
+                        env=env,
+                        stdout=log,
+                        stderr=log,
                     )
         try:
             codes = [process.wait() for process in started.values()]

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.promotion import TINY_PRODUCT
+from .._core.graph.promotion import is_tiny
 from .._core.graph.reference import rounded
 from .._core.primitive import align_varying
 from .arguments import floating, preferred_dtype
@@ -186,7 +186,7 @@ def _dot(a: Any, b: Any, summed: Any, exponent: jax.Array, out: _Array) -> jax.A
     is :func:`_stored`. So tiny ones may be converted.
     """
     wide = "bfloat16" if out.dtype == "bfloat16" else "float32"
-    if a.size + b.size <= TINY_PRODUCT:
+    if is_tiny(a.size, b.size):
         a, b, wide = a.astype("float32"), b.astype("float32"), "float32"
     y = lax.dot_general(
         a, b, (summed, ((), ())), preferred_element_type=wide, out_sharding=out.sharding

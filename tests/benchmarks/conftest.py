@@ -1,14 +1,9 @@
-"""Makes the clone's ``benchmarks`` importable, behind all that is installed."""
-
-import sys
-from pathlib import Path
+"""Fixtures of the benchmarks' tests."""
 
 import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.settings import settings
-
-sys.path.append(str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(autouse=True)

@@ -82,11 +82,16 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
     return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
 
 
-TINY_PRODUCT = 2**16
-"""Up to so many elements of one matrix of each operand, together, float8 is made wider before XLA
-multiplies it. Where a device has fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) XLA makes
-them float16, in which products overflow, and a device may have a small part of what is known here.
-"""
+_TINY = 2**16  # many times XLA's limit: on a mesh a device may have a small part of the operands
+
+
+def is_tiny(*sizes: int) -> bool:
+    """Whether a product of float8, of matrices with so many elements, may be tiny on a device.
+
+    Of fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) XLA makes float16, in which products
+    overflow, so such operands must be made wider. A symbolic size may be small.
+    """
+    return sum(size for size in sizes if isinstance(size, int)) <= _TINY
 
 
 def product_operands(*arrays: jax.Array, accumulator: Any) -> list[jax.Array]:

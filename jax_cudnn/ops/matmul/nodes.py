@@ -17,7 +17,7 @@ from ..._core.graph.dtypes import FP8, PRODUCTS, arithmetic, itemsize
 from ..._core.graph.layout import packed_strides
 from ..._core.graph.node import LEAD, Algebra, Fold, Node, frozen
 from ..._core.graph.planned import ANY, MATRICES, About, Anchor, Edge, Engines, Example, Work
-from ..._core.graph.promotion import TINY_PRODUCT, computed, product_dtype, product_operands
+from ..._core.graph.promotion import computed, is_tiny, product_dtype, product_operands
 from ..._core.graph.spec import Call
 from ..._core.reasons import Kind, Reason
 from ..._core.rules import Derivation, GraphSpec, GraphTensor, Tensor, Tensors, Values
@@ -225,8 +225,8 @@ class Matmul(Node):
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
         # XLA multiplies float8 as it is.
-        of_one = sum(math.prod(x.shape[self._batch_rank(x) :]) for x in (A, B))
-        own = str(A.dtype) in FP8 and A.dtype == B.dtype and of_one > TINY_PRODUCT
+        matrices = (math.prod(x.shape[self._batch_rank(x) :]) for x in (A, B))
+        own = str(A.dtype) in FP8 and A.dtype == B.dtype and not is_tiny(*matrices)
         return self._multiplied(A, B, precision) if own else None
 
     def _batch_rank(self, x: jax.Array) -> int:

@@ -25,6 +25,7 @@ def test_that_is_skipped():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     file, results = tmp_path / "test_here.py", tmp_path / "results.xml"
 
     def run(text, jobs, *options):
