@@ -25,7 +25,7 @@ def test_that_is_skipped():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # of CI, for the processes outside
     file, results = tmp_path / "test_here.py", tmp_path / "results.xml"
 
     def run(text, jobs, *options):
