@@ -88,9 +88,8 @@ _TINY = 2**16  # many times XLA's limit: on a mesh a device may have a small par
 def is_tiny(*sizes: int) -> bool:
     """Whether a product of float8, of matrices with so many elements, may be tiny on a device.
 
-    Of fewer than 100 (``xla_gpu_gemm_rewrite_size_threshold``) XLA makes float16, in which products
-    overflow, so such operands must be made wider. A symbolic size may be small.
-    """
+    Below 100 (``xla_gpu_gemm_rewrite_size_threshold``) XLA makes float16, in which products
+    overflow. A symbolic size may be small."""
     return sum(size for size in sizes if isinstance(size, int)) <= _TINY
 
 

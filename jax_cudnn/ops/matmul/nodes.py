@@ -224,13 +224,11 @@ class Matmul(Node):
     def xla(
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...] | None:
-        # XLA multiplies float8 as it is.
-        matrices = (math.prod(x.shape[self._batch_rank(x) :]) for x in (A, B))
+        # XLA multiplies float8 as it is, but for tiny matrices.
+        first = self.batched if isinstance(self, Contraction) else -2
+        matrices = (math.prod(x.shape[first:]) for x in (A, B))
         own = str(A.dtype) in FP8 and A.dtype == B.dtype and not is_tiny(*matrices)
         return self._multiplied(A, B, precision) if own else None
-
-    def _batch_rank(self, x: jax.Array) -> int:
-        return x.ndim - 2
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         """The product of operands of one dtype."""
@@ -306,9 +304,6 @@ class Contraction(Matmul):
 
     def boundary(self, tensors: Tensors) -> Edge:
         return Edge()
-
-    def _batch_rank(self, x: jax.Array) -> int:
-        return self.batched
 
     def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
         arrays = A, B
