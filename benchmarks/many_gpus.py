@@ -286,7 +286,8 @@ def main() -> None:
             entry["compiled"] = of | {"sides": compiled(case, layout, sizes)}
         else:
             entry |= tried(measure, case, layout, sizes, effort) | of
-            entry |= {key: before[key] for key in ("compiled",) if key in before}
+            if "compiled" in before:
+                entry["compiled"] = before["compiled"]
             entry["seconds"] = round(time.perf_counter() - began, 1)
             known["date"] = about["date"]
         found["cells"][name] = entry

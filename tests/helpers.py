@@ -95,7 +95,7 @@ def whole(x, like):
 
 
 def share(x):
-    """Of the squares of an error of :func:`whole`, what this process may have."""
+    """The part of an array that this process has, and so of the square of its error's norm."""
     own = {str(shard.index): shard.data.size for shard in x.addressable_shards}
     return sum(own.values()) / max(1, x.size)
 

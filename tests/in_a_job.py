@@ -38,7 +38,7 @@ if JOB in os.environ:  # in a process (``-p in_a_job``), before anything asks JA
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
     """Divides what the options select."""
-    yield  # to the options
+    yield
     *_, job, jobs = map(int, os.environ[JOB].split())
     items[:] = items[job::jobs]
 
@@ -75,10 +75,8 @@ def worst(processes):
 
 
 def main(count, jobs, results, *options):
-    listed = (
-        "" if os.environ.get("JAX_PLATFORMS") == "cpu" else subprocess.getoutput("nvidia-smi -L")
-    )
-    gpus = len(re.findall("^GPU", listed, re.MULTILINE))
+    gpus = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.MULTILINE))
+    gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else gpus
     print(f"{jobs} jobs of {count} processes, {gpus} GPUs", flush=True)
     results.write_text("")  # rather fail now
     command = [sys.executable, "-P", "-m", "pytest", "-p", "in_a_job", "-n0", "--tb=short"]
