@@ -66,6 +66,19 @@ def without_explicit_axes(function: Any, operands: Sequence[Any], specs: Any) ->
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
 
 
+def of_product(rows: Sequence[Any], columns: Any) -> jax.P:
+    """How a product is sharded of rows and columns sharded so: an axis of both stays with rows."""
+    taken = {axis for axes in rows for axis in (axes if isinstance(axes, tuple) else (axes,))}
+    free = taken.isdisjoint(columns if isinstance(columns, tuple) else (columns,))
+    return jax.P(*rows, columns if free else None)
+
+
+def placed(x: jax.Array, sharding: Any) -> jax.Array:
+    """On explicit axes, an array with the sharding that its type is to have."""
+    same = jax.typeof(x).sharding.spec == sharding.spec
+    return x if same else jax.sharding.reshard(x, sharding)
+
+
 def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import normal_precision
-from .._core.primitive import without_explicit_axes
+from .._core.primitive import of_product, without_explicit_axes
 from .arguments import array, floating, integer
 from .epilogue import Activation, Terms, apply_outside
 
@@ -161,8 +161,5 @@ def quantized_matmul(
 
     *of_rows, _ = jax.typeof(x).sharding.spec
     of_out = jax.typeof(kernel).sharding.spec[1]
-    taken = {axis for axes in of_rows for axis in (axes if isinstance(axes, tuple) else (axes,))}
-    if not taken.isdisjoint(of_out if isinstance(of_out, tuple) else (of_out,)):
-        of_out = None
-    product = without_explicit_axes(product, (x, kernel, scale), jax.P(*of_rows, of_out))
+    product = without_explicit_axes(product, (x, kernel, scale), of_product(of_rows, of_out))
     return apply_outside(product(x, kernel, scale), terms, x.dtype.name)

@@ -16,7 +16,7 @@ from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.reference import rounded
-from .._core.primitive import align_varying
+from .._core.primitive import align_varying, of_product, placed, without_explicit_axes
 from .._core.user_context import TARGET
 from .arguments import flags, floating, int32, integral, preferred_dtype, promoted
 from .epilogue import Activation, Terms, activation_name, apply_outside
@@ -88,8 +88,8 @@ def ragged_dot(
     either. Under ``vmap`` the products run sequentially.
 
     Raises:
-        GraphError: shapes do not fit, the mesh has explicit axes, there is a
-            ``group_offset``, or the implementation is not known.
+        GraphError: shapes do not fit, there is a ``group_offset``, or the implementation is not
+            known.
         GraphTypeError: a dtype is not supported.
 
     Example:
@@ -130,10 +130,14 @@ def sizes_of(group_sizes: Any) -> jax.Array:
 
 def within(sizes: jax.Array, rows: Any) -> jax.Array:
     """Sizes of groups that end at the last row; negative ones are 0."""
-    sizes = jnp.clip(sizes, 0, rows)
-    wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
-    ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
-    return jnp.diff(ends, prepend=0)
+
+    def run(sizes: jax.Array) -> jax.Array:
+        sizes = jnp.clip(sizes, 0, rows)
+        wraps = jnp.cumsum(sizes.astype(jnp.float32)) > _MOST_ROWS
+        ends = jnp.where(wraps, rows, jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows))
+        return jnp.diff(ends, prepend=0)
+
+    return without_explicit_axes(run, (sizes,), jax.P(None))(sizes)
 
 
 def _terms(bias: Any, gate: Any, shape: Any, groups: Any) -> dict[str, jax.Array]:
@@ -158,7 +162,7 @@ def _finished(y: jax.Array, end: Any, terms: Any, activation: str | None, out: s
     """The product of rows with what follows it, in float32; rows from ``end`` on are 0."""
     wide = str(jnp.promote_types(y.dtype, jnp.float32))
 
-    def run(y: jax.Array, bias: Any = None, gate: Any = None) -> jax.Array:
+    def run(y: jax.Array, end: Any, bias: Any, gate: Any) -> jax.Array:
         if gate is None:
             y = apply_outside(y, Terms(None, bias, None, activation), wide)
         else:
@@ -166,8 +170,10 @@ def _finished(y: jax.Array, end: Any, terms: Any, activation: str | None, out: s
             y = y * apply_outside(gate, Terms(None, None, None, activation), wide)
         return rounded(jnp.where(jnp.arange(y.shape[0])[:, None] < end, y, 0), out)
 
+    arrays = y, end, terms.get("bias"), terms.get("gate")
+    run = without_explicit_axes(run, arrays, jax.typeof(y).sharding.spec)
     # The derivative keeps the operands, and computes the float32 values again.
-    return jax.checkpoint(run, prevent_cse=False)(y, **terms)
+    return jax.checkpoint(run, prevent_cse=False)(*arrays)
 
 
 def _check(lhs: Any, rhs: Any, sizes: Any, offset: Any, turned: bool) -> None:
@@ -210,14 +216,20 @@ def _product(kind: str, lhs: Any, rhs: Any, sizes: Any, out: Any, **how: Any) ->
 def _reference(
     lhs: Any, rhs: Any, sizes: Any, *, kind: str, out: str, precision: Any, mosaic: bool
 ) -> list[jax.Array]:
-    if lhs.shape[1] == 1:
-        return [_of_one(lhs, rhs, sizes, kind, precision).astype(out)]
-    numbers = lax.RaggedDotDimensionNumbers(
-        (_CONTRACTED[kind], ((), ())), [0], [] if kind == WEIGHTS else [0]
-    )
     dtype = jnp.dtype(out)
-    product = lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, dtype)
-    return [product.astype(dtype)]
+
+    def run(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
+        if lhs.shape[1] == 1:
+            return _of_one(lhs, rhs, sizes, kind, precision).astype(dtype)
+        numbers = lax.RaggedDotDimensionNumbers(
+            (_CONTRACTED[kind], ((), ())), [0], [] if kind == WEIGHTS else [0]
+        )
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, dtype).astype(dtype)
+
+    m, k, *columns = *jax.typeof(lhs).sharding.spec, *jax.typeof(rhs).sharding.spec
+    rows = (None, k) if kind == WEIGHTS else (m,)  # lax has no rule for explicit axes
+    spec = of_product(rows, columns[1 if kind != ROWS else 2])
+    return [without_explicit_axes(run, (lhs, rhs, sizes), spec)(lhs, rhs, sizes)]
 
 
 def _of_one(lhs: Any, rhs: Any, sizes: Any, kind: str, precision: Any) -> jax.Array:
@@ -240,15 +252,7 @@ def _of_one(lhs: Any, rhs: Any, sizes: Any, kind: str, precision: Any) -> jax.Ar
 
 
 def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
-    try:
-        return list(jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals)
-    except NotImplementedError as error:
-        raise GraphError(
-            "ragged_dot has no rule for a mesh with explicit axes",
-            got=", ".join(map(str, avals)),
-            why=str(error),
-            fix="call it in jax.shard_map, or in jax.sharding.auto_axes",
-        ) from error
+    return list(jax.make_jaxpr(functools.partial(_reference, **params))(*avals).out_avals)
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, out: str, **how: Any) -> Any:
@@ -280,6 +284,7 @@ def _transpose(
             (WEIGHTS, False): (ROWS, lhs, ct),
         }[kind, of_lhs]
         gradient = _product(turned, one, other, sizes, moving.dtype, **how)
+        gradient = placed(gradient, moving.sharding)
     return [gradient, None, None] if of_lhs else [None, gradient, None]
 
 

@@ -164,11 +164,20 @@ def test_a_mesh_that_xla_partitions():
     near(got, expected(lhs, rhs, cotangent, sizes), 1e-5)
 
 
-def test_explicit_axes_are_refused_with_a_fix():
+def test_explicit_axes():
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    lhs, rhs, _ = operands()
-    with jax.set_mesh(mesh), pytest.raises(jc.GraphError, match=r"jax\.shard_map"):
-        ragged_dot(jax.device_put(lhs, NamedSharding(mesh, P("x"))), rhs, jnp.array(SIZES["whole"]))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    lhs, rhs, cotangent = operands(rows=24)
+    sizes = put(jnp.array([7, 0, 11, 6]), "x")
+    places = {"rows": (["x"], []), "groups": ([], ["x"]), "sum": ([None, "x"], [None, "x"])}
+    for name, (of_lhs, of_rhs) in places.items():
+        a, b = put(lhs, *of_lhs), put(rhs, *of_rhs)
+        y = ragged_dot(a, b, sizes)
+        assert y.sharding.spec == P("x" if name == "rows" else None, None)
+        got = jax.jit(found)(a, b, jax.device_put(cotangent, y.sharding), sizes)
+        for x, own in zip(got, (y, a, b), strict=True):
+            assert x.sharding.is_equivalent_to(own.sharding, x.ndim)
+        near(got, expected(lhs, rhs, cotangent, jnp.array([7, 0, 11, 6])), 1e-5)
 
 
 SHAPES = (

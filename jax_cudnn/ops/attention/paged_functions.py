@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..._core.errors import GraphError
 from ..._core.graph.options import Options
 from ..._core.graph.trace import GraphFunction
+from ..._core.primitive import without_explicit_axes
 from ..arguments import chosen, flags, int32, integer
 from . import arguments
 from .arguments import attributes, operands
@@ -246,19 +247,27 @@ def write_pages(
         )
     table = arguments.integers("page_table", page_table, (batch, "n"))
     first = arguments.integers("positions", positions, (batch,))
-    step = jnp.arange(length, dtype=jnp.int32)[None, :]
-    at = first[:, None] + step
-    page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
-    there = (at >= 0) & (page >= 0)
-    if seq_lengths is not None:
-        there &= step < arguments.integers("seq_lengths", seq_lengths, (batch,))[:, None]
-    page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
-    new = new.astype(pages.dtype)
+    valid = seq_lengths
+    if valid is not None:
+        valid = arguments.integers("seq_lengths", valid, (batch,))
     if count == 0:
         return pages
-    if heads_first:
-        return pages.at[page, :, slot].set(new, mode="drop")
-    return pages.at[page, slot].set(new, mode="drop")
+
+    def run(pages: Any, new: Any, table: Any, first: Any, valid: Any) -> jax.Array:
+        step = jnp.arange(length, dtype=jnp.int32)[None, :]
+        at = first[:, None] + step
+        page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
+        there = (at >= 0) & (page >= 0)
+        if valid is not None:
+            there &= step < valid[:, None]
+        page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
+        place = (page, slice(None), slot) if heads_first else (page, slot)
+        return pages.at[place].set(new.astype(pages.dtype), mode="drop")
+
+    arrays = pages, new, table, first, valid
+    run = without_explicit_axes(run, arrays, jax.typeof(pages).sharding.spec)
+    # On explicit axes a derivative keeps arrays of their own types: the operands.
+    return jax.checkpoint(run, prevent_cse=False)(*arrays)
 
 
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:

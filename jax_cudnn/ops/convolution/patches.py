@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from ..._core.primitive import without_explicit_axes
+
 _ALIGNED = 8  # cuDNN's tensor-core engines need a multiple of 8 channels
 
 
@@ -39,6 +41,11 @@ def as_patches(
         split = split.reshape(*split.shape[:at], *pair, *split.shape[at + 1 :])
     inner, outer = range(3, 3 + 2 * rank, 2), range(2, 2 + 2 * rank, 2)
     image = split.transpose(0, *inner, 1, *outer).reshape(image.shape[0], count, *counts)
-    weight = weight.transpose(0, *range(2, 2 + rank), 1).reshape(features, count, *(1,) * rank)
     ones = (1,) * rank
+
+    def turned(weight: jax.Array) -> jax.Array:
+        return weight.transpose(0, *range(2, 2 + rank), 1).reshape(features, count, *ones)
+
+    spec = jax.P(jax.typeof(weight).sharding.spec[0], *(None,) * (1 + rank))
+    weight = without_explicit_axes(turned, (weight,), spec)(weight)
     return image, weight, {"pads": ((0, 0),) * rank, "strides": ones, "dilation": ones}

@@ -28,11 +28,6 @@ REGISTRY = [*all_cases()]
 REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of types: in what words
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
-    "conv, patches": "This reshape is not supported",
-    "write_pages": "Incompatible types for broadcasting|have the same sharding|out_sharding=",
-    "mxfp8": "This reshape is not supported",
-    "ragged_dot": "no rule for a mesh with explicit axes",
-    "ragged_dot, gated": "no rule for a mesh with explicit axes",
 }
 FLOAT8 = "fp8", "mxfp8", "float8_matmul"  # which round to it inside
 EXAMPLES = 10  # a size that nothing else has
