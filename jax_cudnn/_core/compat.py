@@ -82,6 +82,12 @@ def lowering_devices(ctx: Any) -> tuple[Device, ...]:
     return tuple(getattr(axis_context, "device_assignment", None) or ())
 
 
+def without_types(ctx: Any) -> Any:
+    """The context of a lowering rule with abstract values that no mesh axis shards."""
+    plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    return ctx.replace(avals_in=plain)
+
+
 @functools.cache
 def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
     """Has ``jax.experimental.checkify`` look for NaN in a primitive's results (nan_checks and

@@ -112,7 +112,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
         observe((spec, name), (titled, spec, _EXCHANGED))
-        return lower_reference(ctx, *operands, spec=spec, name=name)
+        return lower_reference(compat.without_types(ctx), *operands, spec=spec, name=name)
     axes, target = mesh_compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()

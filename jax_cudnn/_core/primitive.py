@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 from jax.interpreters import mlir
 
 from . import compat
+from .errors import GraphError
 from .graph.boundary import boundary
 from .graph.reference import evaluate
 from .graph.source import user_line, users_place
@@ -51,32 +52,76 @@ def align_varying(operands: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def without_explicit_axes(function: Any, operands: Sequence[Any], specs: Any) -> Any:
+def dims_of(x: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension, by the type of an array."""
+    return dims_of_type(jax.typeof(x), "an operand")
+
+
+def dims_of_type(aval: Any, name: str) -> tuple[Any, ...]:
+    if any(getattr(aval.sharding.spec, kind, None) for kind in ("reduced", "unreduced")):
+        raise GraphError(
+            f"{name} is reduced or unreduced over mesh axes",
+            got=str(aval),
+            why="there is no rule for its gradient, or for the sum that is left to do",
+            fix="reshard it before the call: jax.sharding.reshard(x, jax.P())",
+        )
+    return tuple(aval.sharding.spec)
+
+
+def without_explicit_axes(
+    function: Any, operands: Sequence[Any], specs: Any, kept: bool = False
+) -> Any:
     """The function with automatic axes in place of explicit ones: what it does may have no rule for
     them. ``operands``: its arrays, or None; ``specs``: the shardings of its results.
 
     The mesh is that of the operands' types, the only one without ``jax.set_mesh``; if they have
-    none, it is the one that is set."""
-    meshes: list[Any] = [jax.typeof(x).sharding.mesh for x in operands if x is not None]
+    none, it is the one that is set. A derivative computes what it needs anew, unless it is
+    ``kept``: then the type of that has other axes than the program's mesh, and JAX cannot pass it
+    from one program to another, as ``jax.grad`` of a jitted function asks."""
+    operands = [x for x in operands if x is not None]
+    meshes: list[Any] = [jax.typeof(x).sharding.mesh for x in operands]
     found = [mesh for mesh in meshes if not mesh.empty] or [jax.sharding.get_abstract_mesh()]
     mesh = next((mesh for mesh in found if mesh.explicit_axes), None)
     if mesh is None:
         return function
+    for x in operands:
+        dims_of(x)
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
-    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
+    run = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
+    return run if kept else jax.checkpoint(run, prevent_cse=False)
 
 
-def of_product(rows: Sequence[Any], columns: Any) -> jax.P:
+def product_spec(rows: Sequence[Any], columns: Any) -> jax.P:
     """How a product is sharded of rows and columns sharded so: an axis of both stays with rows."""
     taken = {axis for axes in rows for axis in (axes if isinstance(axes, tuple) else (axes,))}
     free = taken.isdisjoint(columns if isinstance(columns, tuple) else (columns,))
     return jax.P(*rows, columns if free else None)
 
 
-def placed(x: jax.Array, sharding: Any) -> jax.Array:
+def resharded(x: jax.Array, sharding: Any) -> jax.Array:
     """On explicit axes, an array with the sharding that its type is to have."""
-    same = jax.typeof(x).sharding.spec == sharding.spec
+    same = sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec
     return x if same else jax.sharding.reshard(x, sharding)
+
+
+def broadcasting(x: jax.Array, like: jax.Array) -> jax.Array:
+    """On explicit axes, what broadcasts against an array, sharded as that is."""
+    own, dims = jax.typeof(like).sharding, dims_of(like)[like.ndim - x.ndim :]
+    split = (axes if n > 1 else None for n, axes in zip(x.shape, dims, strict=True))
+    return resharded(x, own.update(spec=jax.P(*split)))
+
+
+def each_in_turn(run: Any, arrays: Mapping[Any, jax.Array]) -> list[jax.Array]:
+    """A function of each element of the first dimension, one after the other. On explicit axes each
+    device takes every element, and results are sharded as the arrays are."""
+
+    def in_front(x: jax.Array, axes: Any) -> jax.Array:
+        own = jax.typeof(x).sharding
+        return resharded(x, own.update(spec=jax.P(axes, *dims_of(x)[1:])))
+
+    axes = next((dims_of(x)[0] for x in arrays.values() if dims_of(x)[0]), None)
+    results = jax.lax.map(run, {key: in_front(x, None) for key, x in arrays.items()})
+    return [in_front(y, axes) for y in results]
 
 
 def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:

@@ -26,13 +26,7 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
                 got=f"{aval.dtype.name}{list(aval.shape)}",
                 why="a traced graph has fixed shapes and dtypes",
             )
-        if any(getattr(aval.sharding.spec, kind, None) for kind in ("reduced", "unreduced")):
-            raise GraphError(
-                f"{name}: operand {tensor.name!r} is reduced or unreduced over mesh axes",
-                got=str(aval),
-                why="there is no rule for its gradient, or for the sum that is left to do",
-                fix="reshard it before the call: jax.sharding.reshard(x, jax.P())",
-            )
+        primitive.dims_of_type(aval, f"{name}: operand {tensor.name!r}")
     # A derived graph may be one of constants alone.
     template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
     shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]

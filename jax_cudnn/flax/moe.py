@@ -129,7 +129,7 @@ class MoE(nnx.Module):
         mesh = None if self.expert_axis is None else self._mesh(x)
         run: Any = functools.partial(self._run, mapped=mesh is not None)
         arrays, specs = (x, logits, *weights.values()), (jax.typeof(x).sharding.spec, jax.P())
-        run = without_explicit_axes(run, arrays, specs)
+        run = without_explicit_axes(run, arrays, specs, kept=True)
         y, loss = run(x.astype(dtype), logits, weights)
         return (y, loss) if return_loss else y
 

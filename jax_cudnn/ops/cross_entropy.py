@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
-from .._core.primitive import align_varying, without_explicit_axes
+from .._core.primitive import align_varying, dims_of, without_explicit_axes
 from .arguments import floating, int32, integer, integral, number, preferred_dtype, promoted
 
 BLOCK = 2**27
@@ -125,20 +125,13 @@ def linear_cross_entropy(
     block = _block(math.prod(labels.shape), weight.shape[1], block_size, devices)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     loss = _Loss(softcap, label_smoothing, z_loss, dtype, wide, precision, block, devices)
-
-    def run(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> jax.Array:
-        tokens = math.prod(labels.shape)
-        whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
-        given = hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels.ravel(), whole
-        if reduction == "none":
-            return _losses(*given, loss).reshape(labels.shape)
-        total = _total(*given, loss)
-        return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
-
-    of_hidden, of_labels = (jax.typeof(x).sharding.spec for x in (hidden, labels))
-    spec = of_labels if any(of_labels) else jax.P(*of_hidden[:-1])
     arrays = hidden, weight, bias, labels, kept
-    return without_explicit_axes(run, arrays, spec if reduction == "none" else jax.P())(*arrays)
+    if reduction == "none":
+        spec = jax.P(*(dims_of(labels) if any(dims_of(labels)) else dims_of(hidden)[:-1]))
+        return without_explicit_axes(functools.partial(_losses, loss), arrays, spec)(*arrays)
+    total = _total(*arrays, loss)
+    whole = jnp.ones(labels.shape, bool) if kept is None else kept
+    return total if reduction == "sum" else total / jnp.maximum(whole.sum(), 1)
 
 
 def _devices(*arrays: jax.Array) -> int:
@@ -216,6 +209,13 @@ def _in_blocks(
     return start, jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(each * count, *x.shape[2:])[:tokens], stacked
     )
+
+
+def _tokens(hidden: jax.Array, labels: jax.Array, kept: Any) -> tuple[jax.Array, ...]:
+    """(..., D) and (...) as (B, D) and (B,)."""
+    tokens = math.prod(labels.shape)
+    whole = jnp.ones(tokens, bool) if kept is None else kept.ravel()
+    return hidden.reshape(tokens, hidden.shape[-1]), labels.ravel(), whole
 
 
 def _product(hidden: jax.Array, weight: jax.Array, loss: _Loss) -> jax.Array:
@@ -302,7 +302,7 @@ def _of_product_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
 
 
 def _losses(
-    hidden: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, kept: Any, loss: _Loss
+    loss: _Loss, hidden: jax.Array, weight: jax.Array, bias: Any, labels: jax.Array, kept: Any
 ) -> jax.Array:
     """The loss of each token."""
     wide, narrow = weight.astype(loss.wide), weight.dtype  # gradients add up in float32
@@ -312,7 +312,7 @@ def _losses(
         found = _of_product(_product(hidden, wide.astype(narrow), loss), bias, labels, loss)
         return None, jnp.where(kept, found, 0)
 
-    return _in_blocks(run, None, loss, (hidden, labels, kept), ())[1]
+    return _in_blocks(run, None, loss, _tokens(hidden, labels, kept), ())[1].reshape(labels.shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
@@ -321,42 +321,52 @@ def _total(
 ) -> jax.Array:
     """The sum of the losses."""
 
-    def run(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
-        hidden, labels, kept = block
-        found = _of_product(_product(hidden, weight, loss), bias, labels, loss)
-        return total + jnp.where(kept, found, 0).sum(), None
+    def whole(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> jax.Array:
+        def run(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+            hidden, labels, kept = block
+            found = _of_product(_product(hidden, weight, loss), bias, labels, loss)
+            return total + jnp.where(kept, found, 0).sum(), None
 
-    start = jnp.zeros((), loss.wide)
-    return _in_blocks(run, start, loss, (hidden, labels, kept), (weight, bias))[0]
+        tokens, start = _tokens(hidden, labels, kept), jnp.zeros((), loss.wide)
+        return _in_blocks(run, start, loss, tokens, (weight, bias))[0]
+
+    arrays = hidden, weight, bias, labels, kept
+    return without_explicit_axes(whole, arrays, jax.P())(*arrays)
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
 def _total_jvp(loss: _Loss, primals: Any, tangents: Any) -> Any:
     """All gradients in one pass, times the tangents: in reverse mode JAX turns this around."""
-    hidden, weight, bias, labels, kept = primals
     wide = loss.wide
-    scale = _UP if hidden.dtype == jnp.float16 else 1
+    scale = _UP if primals[0].dtype == jnp.float16 else 1
     product: Any = functools.partial(
         lax.dot_general, precision=loss.precision, preferred_element_type=wide
     )
 
-    def run(sums: Any, block: Any) -> Any:
-        hidden, labels, kept = block
-        total, by_weight, by_bias = sums
-        losses, slopes = _parts(_product(hidden, weight, loss), bias, labels, loss)
-        slopes = jnp.where(kept[:, None], slopes, _zeros(labels, slopes))
-        narrow = (slopes * scale).astype(hidden.dtype)
-        by_hidden = product(narrow, weight, (((1,), (1,)), ((), ()))) / scale
-        by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ()))) / scale
-        total = total + jnp.where(kept, losses, 0).sum()
-        return (total, by_weight, by_bias + slopes.sum(axis=0)), by_hidden.astype(hidden.dtype)
+    def whole(hidden: Any, weight: Any, bias: Any, labels: Any, kept: Any) -> Any:
+        def run(sums: Any, block: Any) -> Any:
+            hidden, labels, kept = block
+            total, by_weight, by_bias = sums
+            losses, slopes = _parts(_product(hidden, weight, loss), bias, labels, loss)
+            slopes = jnp.where(kept[:, None], slopes, _zeros(labels, slopes))
+            narrow = (slopes * scale).astype(hidden.dtype)
+            by_hidden = product(narrow, weight, (((1,), (1,)), ((), ()))) / scale
+            by_weight = by_weight + product(hidden, narrow, (((0,), (0,)), ((), ()))) / scale
+            total = total + jnp.where(kept, losses, 0).sum()
+            return (total, by_weight, by_bias + slopes.sum(axis=0)), by_hidden.astype(hidden.dtype)
 
-    start = (jnp.zeros((), wide), jnp.zeros(weight.shape, wide), jnp.zeros(weight.shape[1:], wide))
-    (total, by_weight, by_bias), by_hidden = _in_blocks(
-        run, start, loss, (hidden, labels, kept), (weight, bias)
-    )
+        start = tuple(jnp.zeros(shape, wide) for shape in ((), weight.shape, weight.shape[1:]))
+        tokens = _tokens(hidden, labels, kept)
+        (total, by_weight, by_bias), by_hidden = _in_blocks(
+            run, start, loss, tokens, (weight, bias)
+        )
+        return total, by_hidden.reshape(hidden.shape), by_weight, by_bias
+
+    hidden, weight, bias, *_ = (() if x is None else dims_of(x) for x in primals)
+    specs = jax.P(), *(jax.P(*dims) for dims in (hidden, weight, bias or weight[1:]))
+    total, *gradients = without_explicit_axes(whole, primals, specs)(*primals)
     out = jnp.zeros((), wide)
-    for gradient, tangent in zip((by_hidden, by_weight, by_bias), tangents, strict=False):
+    for gradient, tangent in zip(gradients, tangents, strict=False):
         if tangent is not None and not isinstance(tangent, SymbolicZero):
             out = out + (gradient.astype(wide) * tangent.astype(wide)).sum()
     return total, out

@@ -10,6 +10,7 @@ import jax
 
 from .._core.errors import GraphError, nearest, shown
 from .._core.graph.reference import rounded
+from .._core.primitive import broadcasting
 from .arguments import array
 
 Activation = str | Callable[..., Any] | None
@@ -113,7 +114,10 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
 
 def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
     """The epilogue after a graph, in float32 or the wider dtype of y, if cuDNN cannot fuse it."""
-    scale, bias, residual, activation = terms
+    activation = terms.activation
+    scale, bias, residual = (
+        x if x is None or jax.numpy.ndim(x) == 0 else broadcasting(x, y) for x in terms[:3]
+    )
     wide = y.astype(jax.numpy.promote_types(y.dtype, jax.numpy.float32))
     if scale is not None:
         wide = wide * scale

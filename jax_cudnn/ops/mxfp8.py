@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.reference import rounded
-from .._core.primitive import without_explicit_axes
+from .._core.primitive import dims_of, without_explicit_axes
 from .arguments import floating
 from .scaling import E4M3, fp8_name, largest
 
@@ -69,10 +70,15 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     x = floating("x", x).astype(jnp.float32)
     name = fp8_name("dtype", dtype)
     _check_blocks(x, axis)
-    blocks, most = blocks_of(x, axis, BLOCK)
-    factor, codes = powers(most, name)
-    values = rounded(without_blocks(blocks * factor[..., None], x.shape, axis), name)
-    return values, scales_of(codes, axis)
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blocks, most = blocks_of(x, axis, BLOCK)
+        factor, codes = powers(most, name)
+        values = rounded(without_blocks(blocks * factor[..., None], x.shape, axis), name)
+        return values, scales_of(codes, axis)
+
+    specs = jax.P(*dims_of(x)), jax.P(*dims_of(x)[:2], None, None)
+    return without_explicit_axes(run, (x,), specs)(x)
 
 
 def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> jax.Array:
@@ -99,7 +105,9 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     _check_blocks(values, axis)
     if str(scales.dtype) != E8M0:
         raise GraphTypeError("the scales have a wrong dtype", expected=E8M0, got=str(scales.dtype))
-    return dequantized(values.astype(jnp.float32), scales.astype(jnp.float32), axis)
+    arrays = values.astype(jnp.float32), scales.astype(jnp.float32)
+    run = functools.partial(dequantized, axis=axis)
+    return without_explicit_axes(run, arrays, jax.P(*dims_of(values)))(*arrays)
 
 
 def _check_blocks(x: jax.Array, axis: Any) -> None:
@@ -153,16 +161,11 @@ def scales_of(codes: jax.Array, axis: int, dtype: str = E8M0) -> jax.Array:
     """Codes of 8 bits (..., rows, blocks) as scales in tiles."""
     *lead, rows, blocks = codes.shape
     m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
-
-    def ordered(codes: jax.Array) -> jax.Array:
-        filled = jnp.pad(codes, (*[(0, 0)] * len(lead), (0, m - rows), (0, n - blocks)))
-        parts = filled.reshape(*lead, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
-        tiles = jnp.swapaxes(parts, -4, -2).reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
-        return tiles.reshape(*lead, m, n) if axis == -1 else tiles.reshape(*lead, n, m)
-
-    spec = jax.P(*jax.typeof(codes).sharding.spec[:-2], None, None)
-    run = without_explicit_axes(ordered, (codes,), spec)
-    return jax.lax.bitcast_convert_type(run(codes), jnp.dtype(dtype))
+    filled = jnp.pad(codes, (*[(0, 0)] * len(lead), (0, m - rows), (0, n - blocks)))
+    parts = filled.reshape(*lead, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
+    tiles = jnp.swapaxes(parts, -4, -2).reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    ordered = tiles.reshape(*lead, m, n) if axis == -1 else tiles.reshape(*lead, n, m)
+    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(dtype))
 
 
 def fitting_scales(scales: Any, values: Any, axis: int, block: int) -> Shape:
@@ -181,14 +184,9 @@ def dequantized(values: jax.Array, scales: jax.Array, axis: int, block: int = BL
     """Values times the scales of their blocks, which are in tiles."""
     wanted = fitting_scales(scales, values, axis, block)
     *lead, m, n = wanted if axis == -1 else (*wanted[:-2], *wanted[:-3:-1])
-
-    def of_each(scales: jax.Array) -> jax.Array:
-        tiles = scales.reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
-        parts = tiles.reshape(*lead, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
-        rows = jnp.swapaxes(parts, -4, -2).reshape(*lead, m, n)
-        each = jnp.repeat(rows, block, axis=-1)
-        each = each if axis == -1 else jnp.swapaxes(each, -1, -2)
-        return each[..., : values.shape[-2], : values.shape[-1]]
-
-    of_each = without_explicit_axes(of_each, (values, scales), jax.typeof(values).sharding.spec)
-    return values * of_each(scales)
+    tiles = scales.reshape(*lead, m // _ROWS, n // _COLUMNS, _TILE)
+    parts = tiles.reshape(*lead, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    rows = jnp.swapaxes(parts, -4, -2).reshape(*lead, m, n)
+    each = jnp.repeat(rows, block, axis=-1)
+    each = each if axis == -1 else jnp.swapaxes(each, -1, -2)
+    return values * each[..., : values.shape[-2], : values.shape[-1]]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import normal_precision
-from .._core.primitive import of_product, without_explicit_axes
+from .._core.primitive import dims_of, product_spec, without_explicit_axes
 from .arguments import array, floating, integer
 from .epilogue import Activation, Terms, apply_outside
 
@@ -159,7 +159,6 @@ def quantized_matmul(
         kernel = (parts.astype(wide) * factors[:, None]).astype(x.dtype).reshape(kernel.shape)
         return jnp.matmul(x, kernel, preferred_element_type=wide, precision=how)
 
-    *of_rows, _ = jax.typeof(x).sharding.spec
-    of_out = jax.typeof(kernel).sharding.spec[1]
-    product = without_explicit_axes(product, (x, kernel, scale), of_product(of_rows, of_out))
+    spec = product_spec(dims_of(x)[:-1], dims_of(kernel)[1])
+    product = without_explicit_axes(product, (x, kernel, scale), spec)
     return apply_outside(product(x, kernel, scale), terms, x.dtype.name)

@@ -9,14 +9,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, one_of, shown
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.reference import rounded
-from .._core.primitive import align_varying, of_product, placed, without_explicit_axes
+from .._core.primitive import (
+    align_varying,
+    dims_of,
+    each_in_turn,
+    product_spec,
+    resharded,
+    without_explicit_axes,
+)
 from .._core.user_context import TARGET
 from .arguments import flags, floating, int32, integral, preferred_dtype, promoted
 from .epilogue import Activation, Terms, activation_name, apply_outside
@@ -226,9 +232,12 @@ def _reference(
         )
         return lax.ragged_dot_general(lhs, rhs, sizes, numbers, precision, dtype).astype(dtype)
 
-    m, k, *columns = *jax.typeof(lhs).sharding.spec, *jax.typeof(rhs).sharding.spec
-    rows = (None, k) if kind == WEIGHTS else (m,)  # lax has no rule for explicit axes
-    spec = of_product(rows, columns[1 if kind != ROWS else 2])
+    (rows, features), (*_, before, last) = dims_of(lhs), dims_of(rhs)
+    spec = {
+        ROWS: product_spec((rows,), last),
+        TURNED: product_spec((rows,), before),
+        WEIGHTS: product_spec((None, features), last),
+    }[kind]
     return [without_explicit_axes(run, (lhs, rhs, sizes), spec)(lhs, rhs, sizes)]
 
 
@@ -284,7 +293,7 @@ def _transpose(
             (WEIGHTS, False): (ROWS, lhs, ct),
         }[kind, of_lhs]
         gradient = _product(turned, one, other, sizes, moving.dtype, **how)
-        gradient = placed(gradient, moving.sharding)
+        gradient = resharded(gradient, moving.sharding)
     return [gradient, None, None] if of_lhs else [None, gradient, None]
 
 
@@ -297,7 +306,7 @@ def in_turn(primitive: Any, operands: Any, dims: Any, **params: Any) -> Any:
         whole = tuple(given.get(i, x) for i, x in enumerate(operands))
         return primitive.bind(*align_varying(whole), **params)
 
-    return lax.map(one, moved), [0]
+    return each_in_turn(one, moved), [0]
 
 
 @functools.cache
@@ -364,8 +373,7 @@ def _lower_cuda(ctx: Any, *operands: Any, mosaic: bool, **params: Any) -> Any:
     blocks = _blocks(lhs, rhs, sizes, kind, params["out"]) if mosaic else None
     if blocks and _is_hopper(ctx) and compat.partitioning_mesh(ctx) is None and _kernels():
         run = functools.partial(_by_kernel, kind=kind, blocks=blocks)
-        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # no mesh axes
-        ctx = ctx.replace(avals_in=plain)
+        ctx = compat.without_types(ctx)
     else:
         log.debug("ragged_dot of %s: jax.lax's", ", ".join(map(str, ctx.avals_in)))
         run = functools.partial(_reference, mosaic=mosaic, **params)

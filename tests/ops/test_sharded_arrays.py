@@ -180,6 +180,17 @@ def test_what_explicit_axes_have_no_rule_for_is_an_error_with_a_fix():
             jc.GraphError, match=r"reduced or unreduced(?s:.*)jax\.sharding\.reshard"
         ):
             jax.jit(jc.ops.matmul)(x, w)
+        x = jax.device_put(inputs(4, 8, 4, 32), P(reduced={"data"}))
+        for function in (
+            jc.ops.rotary_embedding,
+            jc.ops.quantize_mxfp8,
+            lambda x: jc.ops.ragged_dot(x[0, 0], x[0], jnp.zeros(8, int), transpose_rhs=True),
+            lambda x: jc.ops.write_pages(x, x[:2], jnp.zeros((2, 1), int), jnp.zeros(2, int)),
+            lambda x: jc.ops.conv(x[:, :2], x[:, :2, :, :4], strides=4),
+        ):
+            with pytest.raises(jc.GraphError, match="reduced or unreduced"):
+                jax.jit(function)(x)
+    x = jax.device_put(inputs(4, 8), jax.NamedSharding(w.sharding.mesh, P("data")))
     other = jax.make_mesh((4,), ("other",), axis_types=(AxisType.Explicit,))
     w = jax.device_put(inputs(8, 8), jax.sharding.NamedSharding(other, P("other")))
     with pytest.raises(jc.GraphError, match="on several meshes"):
@@ -197,6 +208,106 @@ def test_attention_under_a_mask_where_heads_are_sharded(heads):
         mask = jax.device_put(mask, P("data"))
         both = jc.ops.dot_product_attention, jax.nn.dot_product_attention
         assert_alike(*(functools.partial(f, mask=mask) for f in both), *operands)
+
+
+def attention(*operands, **how):
+    return jc.ops.dot_product_attention(*operands, **how)
+
+
+KINDS_OF_TWO = AxisType.Explicit, AxisType.Auto
+norm, KEY, ALL = jc.ops.rms_norm, jax.random.key(1), ("data", "model")
+MASK = jnp.ones((4, 1, 8, 8), bool).at[:, :, 3].set(False)
+TABLE, PLACES = jnp.arange(8, dtype="int32").reshape(4, 2), jnp.array([0, 1, 2, 5], "int32")
+BESIDE_A_GRAPH = {  # functions, and the shapes of their arrays, with how they are sharded
+    "rotary": (lambda x: norm(jc.ops.rotary_embedding(x)), {(4, 6, 2, 8): P("data")}),
+    "loss": (
+        lambda x, w: jc.ops.linear_cross_entropy(norm(x), w, jnp.zeros((4, 6), int)),
+        {(4, 6, 8): P("data"), (8, 16): P(None, "model")},
+    ),
+    "int8, bias": (
+        lambda x, b: jc.ops.quantized_matmul(norm(x), jnp.ones((8, 16), "int8"), b, bias=b),
+        {(4, 8): P("data"), (16,): P("data")},
+    ),
+    "mxfp8": (  # three blocks on two devices
+        lambda x: norm(jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x))),
+        {(4, 2, 8, 96): P("data", None, None, "model")},
+    ),
+    "mxfp8, along tokens": (
+        lambda x: norm(jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x, -2), -2)),
+        {(4, 2, 40, 8): P("data", None, "model")},
+    ),
+    "pages": (
+        lambda x, new: norm(jc.ops.write_pages(x, new, TABLE, PLACES)),
+        {(8, 4, 2, 8): P("data", None, "model"), (4, 3, 2, 8): P("data")},
+    ),
+    "patches": (  # three of a column on four devices
+        lambda x, w: jc.ops.conv(x, w, strides=4, padding="VALID"),
+        {(2, 3, 12, 8): P(None, None, ALL), (8, 3, 4, 4): P(None, None, "data")},
+    ),
+    "transposed, bias": (
+        lambda x, w, b: jc.ops.conv_transpose(x, w, bias=b, strides=2),
+        {(4, 4, 4, 8): P("data"), (3, 3, 8, 16): P(), (16,): P("data")},
+    ),
+    "group_norm": (
+        lambda x, s: jc.ops.group_norm(x, 4, s, s),
+        {(4, 4, 8): P("data"), (8,): P("data")},
+    ),
+    "hidden rows": (
+        lambda q, v: attention(q, q, v, mask=MASK),
+        {(4, 8, 2, 16): P("data"), (4, 8, 2, 8): P(None, None, None, "data")},
+    ),
+    "ragged": (
+        lambda x, w: jc.ops.ragged_dot(x, w, jnp.array([3, 5])),
+        {(8, 8): P("data", "model"), (2, 8, 4): None},
+    ),
+    "ragged, in turn": (
+        jax.vmap(lambda x, w: norm(jc.ops.ragged_dot(x, w, jnp.array([3, 5]))), (0, None)),
+        {(4, 8, 8): P("data"), (2, 8, 4): P()},
+    ),
+    "sink, in turn": (
+        jax.vmap(lambda x, s: attention(x, x, x, sink=s)),
+        {(4, 2, 8, 2, 8): P("data"), (4, 2): P("data")},
+    ),
+    "dropout, in turn": (
+        jax.vmap(lambda x: attention(x, x, x, dropout_rate=0.5, dropout_rng=KEY)),
+        {(4, 2, 8, 2, 8): P("data")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_GRAPH)
+def test_functions_beside_a_graph_on_explicit_axes(name):
+    function, shapes = BESIDE_A_GRAPH[name]
+    arrays, indices = [inputs(*s, seed=i) for i, s in enumerate(shapes)], range(len(shapes))
+
+    def loss(*arrays):
+        y = function(*arrays)
+        return jnp.sum(jnp.sin(y)), y
+
+    def both(*arrays):
+        of_program = jax.grad(jax.jit(loss), (*indices,), has_aux=True)(*arrays)
+        return of_program, jax.jit(jax.grad(loss, (*indices,), has_aux=True))(*arrays)
+
+    want = both(*arrays)
+    with mesh(AxisType.Explicit):
+        pairs = [*zip(arrays, shapes.values(), strict=True)]
+        given = [x if spec is None else jax.device_put(x, spec) for x, spec in pairs]
+        got = both(*given)
+        for gradients, _ in got:
+            for x, spec, gradient in zip(given, shapes.values(), gradients, strict=True):
+                assert spec is None or gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("kinds", [KINDS_OF_TWO, KINDS_OF_TWO[::-1]], ids=["first", "second"])
+def test_a_batch_norm_where_one_mesh_axis_is_explicit(kinds):
+    x, s = inputs(4, 6, 8), inputs(8, seed=1)
+    run = lambda x, s: jc.ops.batch_norm(x, s, s, s * 0, s * 0 + 1, training=True)[0]  # noqa: E731
+    want, _ = step(run, x, s)
+    axis = "data" if kinds[0] is AxisType.Explicit else "model"
+    with jax.set_mesh(jax.make_mesh((2, 2), ALL, axis_types=kinds)):
+        got, _ = step(run, *jax.device_put((x, s), P(axis)))
+    assert_near(got, want)
 
 
 MAPPED = {

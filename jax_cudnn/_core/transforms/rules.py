@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..errors import GraphTypeError, UnsupportedGraphError
 from ..graph.dtypes import E8M0
 from ..graph.spec import GraphSpec, intern
-from ..primitive import without_explicit_axes
+from ..primitive import each_in_turn, without_explicit_axes
 from ..user_context import CUDNN
 from .batch import NoFold, batch
 from .derived import Derived, Key
@@ -98,7 +98,6 @@ def _run(
         [*arrays.values()],
         [shardings[i].spec for i in there],
     )
-    some = jax.checkpoint(some, prevent_cse=False)  # residuals have the types of operands
     made: dict[int, Any] = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
     return [made.get(i) for i in range(len(derived.results))]
 
@@ -172,12 +171,7 @@ def _in_turn(
     def one(each: dict[str, Any]) -> list[Any]:
         return bind(spec, title, *({**arrays, **each}[n] for n in spec.inputs))
 
-    parts = {n: arrays[n] for n in mapped}
-    for n, x in parts.items():
-        if jax.typeof(x).sharding.spec[0]:  # a loop takes every element on each device
-            own = jax.typeof(x).sharding
-            parts[n] = jax.sharding.reshard(x, own.update(spec=(None, *own.spec[1:])))
-    results = jax.lax.map(one, parts)
+    results = each_in_turn(one, {n: arrays[n] for n in mapped})
     return results, [0] * len(results)
 
 

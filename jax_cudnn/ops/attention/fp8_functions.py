@@ -12,7 +12,7 @@ from ..._core.graph.layout import packed_strides
 from ..._core.graph.options import Options
 from ..._core.graph.reference import rounded
 from ..._core.graph.trace import GraphFunction
-from ..._core.primitive import align_varying, placed
+from ..._core.primitive import align_varying, resharded
 from ..arguments import chosen, flags
 from ..scaling import E4M3, DelayedScaling, amax_of, check_scaling, largest, quantizable, scale_of
 from . import arguments
@@ -291,7 +291,7 @@ def _gradients(kind: _Kind, residuals: Any, grad: jax.Array) -> Any:
         found = kind.run(WIDE_BACKWARD, [x.astype(dtype) for x in (*kept, grad)], stats, lengths)
     state = None if scaling is None else scaling.updated(largest)
     own = [jax.typeof(operand).sharding for operand in kept[:3]]
-    gradients = (placed(x.astype(like.dtype), s) for x, s in zip(found, own, strict=True))
+    gradients = (resharded(x.astype(like.dtype), s) for x, s in zip(found, own, strict=True))
     return tuple(gradients), None, state
 
 

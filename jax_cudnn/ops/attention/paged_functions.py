@@ -265,9 +265,7 @@ def write_pages(
         return pages.at[place].set(new.astype(pages.dtype), mode="drop")
 
     arrays = pages, new, table, first, valid
-    run = without_explicit_axes(run, arrays, jax.typeof(pages).sharding.spec)
-    # On explicit axes a derivative keeps arrays of their own types: the operands.
-    return jax.checkpoint(run, prevent_cse=False)(*arrays)
+    return without_explicit_axes(run, arrays, jax.typeof(pages).sharding.spec)(*arrays)
 
 
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:

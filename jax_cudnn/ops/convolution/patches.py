@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..._core.primitive import without_explicit_axes
+from ..._core.primitive import dims_of
 
 _ALIGNED = 8  # cuDNN's tensor-core engines need a multiple of 8 channels
 
@@ -31,7 +31,15 @@ def as_patches(
     count = channels * math.prod(sizes)
     beside = tuple(windows["strides"]) == tuple(sizes) and not any(map(any, windows["pads"]))
     plain = set(windows["dilation"]) == {1} and image.shape[1] == channels
-    if not (beside and plain and channels % _ALIGNED and count % _ALIGNED == 0):
+    shards, (_, *among) = jax.typeof(image).sharding.mesh.shape, dims_of(image)
+    uneven = (
+        any(  # on explicit axes: a device has a part of a patch
+            axes and size % (step * math.prod(shards[a] for a in jax.tree.leaves(axes)))
+            for axes, size, step in zip(among, image.shape[1:], (1, *sizes), strict=True)
+        )
+        or any(dims_of(weight)[1:])
+    )
+    if uneven or not (beside and plain and channels % _ALIGNED and count % _ALIGNED == 0):
         return image, weight, windows
     counts = [size // step for size, step in zip(image.shape[2:], sizes, strict=True)]
     whole = tuple(slice(n * step) for n, step in zip(counts, sizes, strict=True))
@@ -41,11 +49,6 @@ def as_patches(
         split = split.reshape(*split.shape[:at], *pair, *split.shape[at + 1 :])
     inner, outer = range(3, 3 + 2 * rank, 2), range(2, 2 + 2 * rank, 2)
     image = split.transpose(0, *inner, 1, *outer).reshape(image.shape[0], count, *counts)
+    weight = weight.transpose(0, *range(2, 2 + rank), 1).reshape(features, count, *(1,) * rank)
     ones = (1,) * rank
-
-    def turned(weight: jax.Array) -> jax.Array:
-        return weight.transpose(0, *range(2, 2 + rank), 1).reshape(features, count, *ones)
-
-    spec = jax.P(jax.typeof(weight).sharding.spec[0], *(None,) * (1 + rank))
-    weight = without_explicit_axes(turned, (weight,), spec)(weight)
     return image, weight, {"pads": ((0, 0),) * rank, "strides": ones, "dilation": ones}
