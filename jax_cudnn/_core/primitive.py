@@ -53,11 +53,12 @@ def align_varying(operands: tuple[Any, ...]) -> list[Any]:
 
 
 def dims_of(x: Any) -> tuple[Any, ...]:
-    """The mesh axes of each dimension, by the type of an array."""
+    """The mesh axes of each dimension of an array, by its type."""
     return dims_of_type(jax.typeof(x), "an operand")
 
 
 def dims_of_type(aval: Any, name: str) -> tuple[Any, ...]:
+    """Those of an abstract value, which an error calls ``name``."""
     if any(getattr(aval.sharding.spec, kind, None) for kind in ("reduced", "unreduced")):
         raise GraphError(
             f"{name} is reduced or unreduced over mesh axes",
@@ -75,9 +76,9 @@ def without_explicit_axes(
     them. ``operands``: its arrays, or None; ``specs``: the shardings of its results.
 
     The mesh is that of the operands' types, the only one without ``jax.set_mesh``; if they have
-    none, it is the one that is set. A derivative computes what it needs anew, unless it is
-    ``kept``: then the type of that has other axes than the program's mesh, and JAX cannot pass it
-    from one program to another, as ``jax.grad`` of a jitted function asks."""
+    none, it is the one that is set. A derivative computes anew what it needs, unless residuals are
+    ``kept``: their types have automatic axes, so no other program with a graph can take them, as it
+    would in ``jax.grad(jax.jit(f))``."""
     operands = [x for x in operands if x is not None]
     meshes: list[Any] = [jax.typeof(x).sharding.mesh for x in operands]
     found = [mesh for mesh in meshes if not mesh.empty] or [jax.sharding.get_abstract_mesh()]
@@ -107,13 +108,15 @@ def resharded(x: jax.Array, sharding: Any) -> jax.Array:
 def broadcasting(x: jax.Array, like: jax.Array) -> jax.Array:
     """On explicit axes, what broadcasts against an array, sharded as that is."""
     own, dims = jax.typeof(like).sharding, dims_of(like)[like.ndim - x.ndim :]
+    if not any((*dims, *dims_of(x))):
+        return x
     split = (axes if n > 1 else None for n, axes in zip(x.shape, dims, strict=True))
     return resharded(x, own.update(spec=jax.P(*split)))
 
 
 def each_in_turn(run: Any, arrays: Mapping[Any, jax.Array]) -> list[jax.Array]:
-    """A function of each element of the first dimension, one after the other. On explicit axes each
-    device takes every element, and results are sharded as the arrays are."""
+    """A function of each element of the first dimension, in turn. On explicit axes each device has
+    all elements in the loop, and results are sharded as the arrays are."""
 
     def in_front(x: jax.Array, axes: Any) -> jax.Array:
         own = jax.typeof(x).sharding
