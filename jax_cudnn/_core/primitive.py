@@ -105,13 +105,19 @@ def resharded(x: jax.Array, sharding: Any) -> jax.Array:
     return x if same else jax.sharding.reshard(x, sharding)
 
 
-def broadcasting(x: jax.Array, like: jax.Array) -> jax.Array:
+def broadcasting(like: jax.Array, *terms: Any) -> list[Any]:
     """On explicit axes, what broadcasts against an array, sharded as that is."""
-    own, dims = jax.typeof(like).sharding, dims_of(like)[like.ndim - x.ndim :]
-    if not any((*dims, *dims_of(x))):
-        return x
-    split = (axes if n > 1 else None for n, axes in zip(x.shape, dims, strict=True))
-    return resharded(x, own.update(spec=jax.P(*split)))
+
+    def placed(x: Any) -> Any:
+        if x is None or not jax.numpy.ndim(x):
+            return x
+        own, dims = jax.typeof(like).sharding, dims_of(like)[like.ndim - x.ndim :]
+        if not any((*dims, *dims_of(x))):
+            return x
+        split = (axes if n > 1 else None for n, axes in zip(x.shape, dims, strict=True))
+        return resharded(x, own.update(spec=jax.P(*split)))
+
+    return [*map(placed, terms)]
 
 
 def each_in_turn(run: Any, arrays: Mapping[Any, jax.Array]) -> list[jax.Array]:

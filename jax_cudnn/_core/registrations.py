@@ -26,7 +26,8 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
                 got=f"{aval.dtype.name}{list(aval.shape)}",
                 why="a traced graph has fixed shapes and dtypes",
             )
-        primitive.dims_of_type(aval, f"{name}: operand {tensor.name!r}")
+        if not aval.sharding.mesh.empty:
+            primitive.dims_of_type(aval, f"{name}: operand {tensor.name!r}")
     # A derived graph may be one of constants alone.
     template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
     shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]

@@ -114,17 +114,14 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
 
 def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
     """The epilogue after a graph, in float32 or the wider dtype of y, if cuDNN cannot fuse it."""
-    activation = terms.activation
-    scale, bias, residual = (
-        x if x is None or jax.numpy.ndim(x) == 0 else broadcasting(x, y) for x in terms[:3]
-    )
+    scale, bias, residual = broadcasting(y, *terms[:3])
     wide = y.astype(jax.numpy.promote_types(y.dtype, jax.numpy.float32))
     if scale is not None:
         wide = wide * scale
     for term in (bias, residual):
         if term is not None:
             wide = wide + term
-    return rounded(activated(wide, activation), out)
+    return rounded(activated(wide, terms.activation), out)
 
 
 def activated(y: jax.Array, activation: str | None) -> jax.Array:

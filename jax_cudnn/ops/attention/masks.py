@@ -84,6 +84,6 @@ def fill_with_mean(
     batch, heads, _, size = mean.shape
     groups = out.shape[1] // heads  # jnp.repeat does not support heads sharded over a mesh
     mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, heads * groups, 1, size)
-    rows, mean = broadcasting(rows, out), broadcasting(mean, out)
-    found = jnp.where(rows, mean, out.astype(kind))  # the gradient's sum is then in float32
-    return found.astype(out.dtype), jnp.where(rows, _unseen(out.dtype), statistic)
+    chosen, mean = broadcasting(out, rows, mean)
+    found = jnp.where(chosen, mean, out.astype(kind))  # the gradient's sum is then in float32
+    return found.astype(out.dtype), jnp.where(chosen, _unseen(out.dtype), statistic)

@@ -180,10 +180,8 @@ def _scaled_groups(
     wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     wide = wide.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = ((wide - mean.reshape(each)) * inv_std.reshape(each)).reshape(x.shape)
-    scale, bias = (
-        p if p is None else broadcasting(jnp.expand_dims(p, range(x.ndim - 1)), x)
-        for p in (scale, bias)
-    )
+    scale, bias = (p if p is None else jnp.expand_dims(p, range(x.ndim - 1)) for p in (scale, bias))
+    scale, bias = broadcasting(y, scale, bias)
     y = y if scale is None else y * scale.astype(y.dtype)
     y = y if bias is None else y + bias.astype(y.dtype)
     return y.astype(x.dtype)
