@@ -65,8 +65,8 @@ dtypes, and float8 and integer values are rounded everywhere. The rest differs f
 - `reduction` with MIN, MAX and AMAX gives NaN where an element is NaN; cuDNN ignores these.
 - The gradient of the largest element of a product may be lost. XLA may compute the product again
   where it looks for the element, round it otherwise, and find none that is equal, for jnp.max as
-  well ([JAX's issue 40564](https://github.com/jax-ml/jax/issues/40564) is about jnp.maximum). It was
-  seen on two H200s for the largest values that `sdpa_mxfp8_backward` returns.
+  well ([JAX's issue 40564](https://github.com/jax-ml/jax/issues/40564) is about jnp.maximum). It
+  was seen on two H200s for the largest values that `sdpa_mxfp8_backward` returns.
 
 ## Conversions
 
