@@ -75,7 +75,7 @@ def counted(function, shapes):
     [
         (layer, convolution, (120, 160, 75)),
         (gradient, convolution, (810, 190, 230)),
-        (attention, heads, (140, 255, 105)),
+        (attention, heads, (145, 255, 105)),
     ],
     ids=["convolution", "its gradient", "masked attention"],
 )
