@@ -177,7 +177,7 @@ def _finished(y: jax.Array, end: Any, terms: Any, activation: str | None, out: s
         return rounded(jnp.where(jnp.arange(y.shape[0])[:, None] < end, y, 0), out)
 
     arrays = y, end, terms.get("bias"), terms.get("gate")
-    run = without_explicit_axes(run, arrays, jax.typeof(y).sharding.spec)
+    run = without_explicit_axes(run, arrays, jax.typeof(y).sharding.spec, kept=True)
     # The derivative keeps the operands, and computes the float32 values again.
     return jax.checkpoint(run, prevent_cse=False)(*arrays)
 

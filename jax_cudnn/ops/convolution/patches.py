@@ -19,8 +19,8 @@ def as_patches(
 
     Applies if windows are adjacent (strides equal window sizes, no padding), the number of channels
     is not a multiple of 8 (as in RGB) and the size of a patch is: the first layer of a vision
-    transformer. Without it cuDNN and XLA reach a tenth of the speed. Returns any other
-    convolution unchanged.
+    transformer. Without it cuDNN and XLA reach a tenth of the speed. On explicit axes devices must
+    have whole patches. Returns any other convolution unchanged.
 
     Args:
         image: (N, C, *spatial).
