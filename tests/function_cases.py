@@ -16,12 +16,14 @@ import jax_cudnn as jc
 from jax_cudnn import ops
 
 NHWC = ("NHWC", "HWIO", "NHWC")
+PART = r"([\w +]+?)(?: (int32|int8|bool)(?:<(.+))?)?"
 SIZES = {"b": 2, "t": 3, "s": 5, "h": 5, "k": 8, "m": 3, "n": 4, "c": 2, "p": 6}
 
 
 class Case(NamedTuple):
     operands: str
-    """Names and sizes, which are letters; int32 or bool may follow, otherwise float32."""
+    """Names and sizes, which are letters; a dtype may follow, otherwise float32. After int32,
+    ``<n`` says below what its values are."""
     ours: Any
     theirs: Any = None
     """The same of the same names; by default ours with these sizes."""
@@ -67,8 +69,8 @@ def grouped(lhs, rhs, group_sizes):
 def gated(lhs, rhs, group_sizes, bias, gate, activation):
     ends = jnp.cumsum(jnp.clip(group_sizes, 0))
     group = (jnp.arange(lhs.shape[0])[:, None] >= ends).sum(1)
-    up = grouped(lhs, rhs, group_sizes) + bias[jnp.clip(group, 0, 2)]
-    return jnp.where(group[:, None] < 3, getattr(jax.nn, activation)(gate) * up, 0)
+    up = grouped(lhs, rhs, group_sizes) + bias[jnp.clip(group, 0, 3)]
+    return jnp.where(group[:, None] < 4, getattr(jax.nn, activation)(gate) * up, 0)
 
 
 def packed(**operands):
@@ -97,20 +99,20 @@ CASES = {
     "matmul": Case("a b t k, b k n, bias n, residual b t n", ops.matmul, functions._matmul,
         {"activation": "gelu"}),
     "matmul, vector": Case("a k, b b k n", ops.matmul, functions._matmul),
-    "matmul, batch": Case("a b 1 m k, b 3 k n", ops.matmul, functions._matmul),
+    "matmul, batch": Case("a b 1 m k, b 4 k n", ops.matmul, functions._matmul),
     "matmul, turned": Case("a b k m, b n k", ops.matmul, functions._matmul,
         {"transpose_a": True, "transpose_b": True}),
     "dot_general": Case("lhs b m k 4, rhs 4 b k n", ops.dot_general, lax.dot_general, PRODUCT),
-    "cross-entropy": Case("hidden b t k, weight k n, labels b t int32, bias n",
+    "cross-entropy": Case("hidden b t k, weight k n, labels b t int32<n, bias n",
         ops.linear_cross_entropy, cross_entropy, never="n"),
-    "cross-entropy, each token": Case("hidden t k, weight k n, labels t int32",
+    "cross-entropy, each token": Case("hidden t k, weight k n, labels t int32<n",
         ops.linear_cross_entropy, cross_entropy, {"reduction": "none"}, "n"),
-    "ragged_dot": Case("lhs t k, rhs 3 k n, group_sizes 3 int32",
+    "ragged_dot": Case("lhs t k, rhs 4 k n, group_sizes 4 int32<3",
         ops.ragged_dot, grouped),
     "float8_matmul": Case("x b t k, w k n", ops.float8_matmul),
     "quantized": Case("x b t k, kernel k n int8, scale n, bias n", ops.quantized_matmul, quantized),
     "quantized, groups": Case("x t 8, kernel 8 n int8, scale 2 n", ops.quantized_matmul, quantized),
-    "ragged_dot, gated": Case("lhs t k, rhs 3 k n, group_sizes 3 int32, bias 3 n, gate t n",
+    "ragged_dot, gated": Case("lhs t k, rhs 4 k n, group_sizes 4 int32<3, bias 4 n, gate t n",
         ops.ragged_dot, gated, {"activation": "silu"}),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
         SPATIAL | {"activation": "relu"}),
@@ -144,7 +146,7 @@ CASES = {
     "attention, bias": Case(f"{QKV}, bias 1 4 t s", attend, plain),
     "attention, mask": Case(f"{QKV}, mask b 1 t s bool", attend, plain),
     "attention, window": Case(SELF, attend, plain, {**CAUSAL, "local_window_size": (1, 0)}),
-    "attention, lengths": Case(f"{QKV}, key_value_seq_lengths b int32", attend, plain),
+    "attention, lengths": Case(f"{QKV}, key_value_seq_lengths b int32<s+1", attend, plain),
     "attention, heads first": Case("query b 4 t 8, key b 2 s 8, value b 2 s 8", attend, plain,
         {"heads_first": True}),
     "attention, ALiBi and sink": Case(f"{SELF}, sink 4", attend, plain, {**CAUSAL, "alibi": True}),
@@ -156,16 +158,16 @@ CASES = {
     "fp8": Case("query b t 4 16, key b t 2 16, value b t 2 16", ops.dot_product_attention_fp8),
     "qkv": Case("qkv b t 8 8, bias b 1 t t", ops.dot_product_attention_qkv, attentions._joint,
         {"num_heads": 4}),
-    "packed": Case("query t 4 8, key s 2 8, bias 4 4 6, query_offsets c+1 int32, "
-        "key_value_offsets c+1 int32", packed),
-    "paged": Case("query b t 4 8, key_pages p 4 2 8, value_pages p 4 2 8, page_table b 2 int32, "
-        "key_value_seq_lengths b int32", ops.paged_dot_product_attention, never="p"),
+    "packed": Case("query t 4 8, key s 2 8, bias 4 4 6, query_offsets c+1 int32<t+1, "
+        "key_value_offsets c+1 int32<s+1", packed),
+    "paged": Case("query b t 4 8, key_pages p 4 2 8, value_pages p 4 2 8, page_table b 2 int32<p, "
+        "key_value_seq_lengths b int32<9", ops.paged_dot_product_attention, never="p"),
     "write_pages": Case("0 p 4 2 8, 1 b t 2 8, 2 b 2 int32, 3 b int32",
         lambda **x: ops.write_pages(*x.values())),
-    "rotary": Case("x b t n 8, positions b t int32", ops.rotary_embedding, rotary,
+    "rotary": Case("x b t n 8, positions b t int32<50", ops.rotary_embedding, rotary,
         {"rotary_dim": 6, "interleaved": True}),
     "rotary, no positions": Case("x t n 8", ops.rotary_embedding),
-    "pooling": Case("x b c 5 6",
+    "pooling": Case("x b c 6 6",
         lambda x: jc.graph(lambda g, x: g.resample(x, resample_mode="MAXPOOL", window=[3, 2]))(x),
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 3, 2), (1,) * 4, "VALID")),
     "mxfp8": Case("x b 2 t 32", lambda x: ops.dequantize_mxfp8(*ops.quantize_mxfp8(x))),
@@ -182,9 +184,8 @@ def given(case, which):
 def parts(case, sizes):
     """Shape and dtype of each operand."""
     for part in case.operands.split(","):
-        dtype = re.findall("int32|int8|bool", part) or ["float32"]
-        words = part.replace(dtype[0], "").split()[1:]
-        yield tuple(eval(word, {}, sizes) for word in words), dtype[0]
+        words, dtype, _ = re.fullmatch(PART, part).groups()
+        yield tuple(eval(word, {}, sizes) for word in words.split()[1:]), dtype or "float32"
 
 
 def letters(case):
@@ -194,9 +195,17 @@ def letters(case):
 
 def operands(case, sizes=SIZES):
     random = np.random.default_rng(0)
-    for shape, dtype in parts(case, sizes):
-        integers = np.sort(random.integers(dtype == "int32", 3, shape))
-        x = random.standard_normal(shape) if dtype == "float32" else integers
+    for part, (shape, dtype) in zip(case.operands.split(","), parts(case, sizes), strict=True):
+        below = re.fullmatch(PART, part)[3]
+        if dtype == "float32":
+            x = random.standard_normal(shape)
+        elif not below:
+            x = np.sort(random.integers(dtype == "int32", 3, shape))
+        elif "offsets" in part:  # from the first token to the last
+            x = np.linspace(0, eval(below, {}, sizes) - 1, *shape)
+        else:  # no key at all is another matter
+            least = "lengths" in part and eval(below, {}, sizes) > 1
+            x = random.integers(least, eval(below, {}, sizes), shape)
         yield jnp.asarray(x, dtype)
 
 

@@ -110,7 +110,8 @@ def differentiated(function, arrays):
 
 def on_mesh(kind, arrays, specs):
     axes = (AxisType.Explicit if kind == EXPLICIT else AxisType.Auto,) * 3
-    mesh = jax.make_mesh(MESHES[COUNT], ("a", "b", "c"), axis_types=axes)
+    sizes = (2, 1, 2) if COUNT == 4 and kind == PARTLY_MANUAL else MESHES[COUNT]
+    mesh = jax.make_mesh(sizes, ("a", "b", "c"), axis_types=axes)
     return [
         [placed(x, NamedSharding(mesh, s)) for x, s in zip(arrays, own, strict=True)]
         for own in specs
@@ -149,6 +150,8 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     run = (lambda given: function(*given)) if flips else differentiated(function, arrays)
     want = jax.tree.leaves(jit(run)(arrays))
+    results = len(jax.tree.leaves(jax.eval_shape(function, *arrays)))  # after gradients
+    assert any(map(np.any, want))
     operands = on_mesh(kind, arrays, specs)
     mesh = operands[0][0].sharding.mesh
     mapped = [run] * len(specs)
@@ -171,8 +174,9 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
             x = whole(x, y)
             largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
             # a gradient may be a difference of numbers of about 1
-            atol = tolerance * largest + max(1e-5, least)
-            np.testing.assert_allclose(x, y, tolerance, atol, err_msg=f"{own}, leaf {i}")
+            near = 2e-2 if x.size == 1 and i >= len(want) - results else tolerance
+            atol = near * largest + max(1e-5, least)
+            np.testing.assert_allclose(x, y, near, atol, err_msg=f"{own}, leaf {i}")
             most = 0.05 if ON_GPUS else 0.01  # single elements may be rounded to another step
             assert not float8 or np.linalg.norm(x - y) <= most * part**0.5 * np.linalg.norm(y)
 
