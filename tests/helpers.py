@@ -84,13 +84,16 @@ def placed(x, sharding):
 
 
 def whole(x, like):
-    """An array in float64. What other processes hold of it is taken from ``like``: they see it."""
-    if x.is_fully_addressable:
-        return np.asarray(x, np.float64)
+    """An array in float64: of copies of an element on several devices the one that is farthest from
+    ``like``, and of what other processes hold, which they see, that of ``like``."""
     assert x.shape == like.shape
-    made = np.array(like, np.float64)
+    like = np.asarray(like, np.float64)
+    made = like.copy()
     for shard in x.addressable_shards:
-        made[shard.index] = shard.data
+        own, part = np.asarray(shard.data, np.float64), made[shard.index]
+        with np.errstate(invalid="ignore"):
+            nearer = np.abs(own - like[shard.index]) <= np.abs(part - like[shard.index])
+        made[shard.index] = np.where(nearer, part, own)
     return made
 
 

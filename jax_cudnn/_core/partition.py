@@ -128,10 +128,13 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         text += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(text.encode()).hexdigest()}".encode()
     module = mesh_compat.module_platforms(ctx)
-    if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
-        ffi.register()
     site = _Partitioned(spec, name, mesh, axes, module, target, tried, settings, turns, seen)
     site = _known.setdefault(key, site)
+    if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else does these
+        from . import auto
+
+        ffi.register()
+        auto.attend(compat.lowering_devices(ctx), site.contexts)
     mesh_compat.keep_alive(ctx, site)
     register()
     ins, outs, sums = _letters(spec)
