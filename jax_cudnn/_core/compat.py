@@ -287,7 +287,8 @@ def partitioning_mesh(ctx: Any) -> Any:
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
         mesh = axis_context.mesh
-        return None if axis_context.manual_axes >= {*mesh.axis_names} else mesh
+        rest = {*mesh.axis_names} - axis_context.manual_axes
+        return mesh if any(mesh.shape[axis] > 1 for axis in rest) else None
     devices = getattr(axis_context, "device_assignment", None)
     count = getattr(axis_context, "num_devices", None) or len(devices or ())
     if count <= 1:

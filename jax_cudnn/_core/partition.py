@@ -47,8 +47,6 @@ LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
 _BY_XLA = "XLA runs and partitions it"
 _EXCHANGED = "XLA runs it: it exchanges statistics between devices"
-GATHERED = "shard another dimension, or call it in jax.shard_map"
-"""What to do about that."""
 T = TypeVar("T")
 log = logging.getLogger("jax_cudnn")
 
@@ -282,7 +280,8 @@ def _report(
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
-        lines = f"{name}: on a mesh,", *map(str, large), f"what to do: {GATHERED}", *where
+        fixes = "; ".join(dict.fromkeys(one.fix for one in large))
+        lines = f"{name}: on a mesh,", *map(str, large), f"what to do: {fixes}", *where
         _warn("\n  ".join(lines))
 
 

@@ -67,7 +67,7 @@ def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.partitioning_mesh(ctx) is None:
         if primitive.observer.get() is not None:
             primitive.observe((spec, name), (primitive.title(spec=spec, name=name), spec, ""))
-        return primitive.lower_local(ctx, *operands, spec=spec, name=name)
+        return primitive.lower_local(compat.without_types(ctx), *operands, spec=spec, name=name)
     from . import partition  # which programs for one device do without
 
     return partition.lower(ctx, *operands, spec=spec, name=name)

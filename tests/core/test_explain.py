@@ -197,7 +197,7 @@ def test_what_a_mesh_gathers_is_said_with_its_bytes():
         c for c in report.to_json()["changes"] if "is gathered along dimension" in c["what"]
     ]
     assert [c["bytes"] for c in gathered] == [x.nbytes]
-    assert gathered[0]["what"].endswith("call it in jax.shard_map")
+    assert gathered[0]["what"].endswith("; shard another dimension")
 
 
 def test_the_command_prints_text_json_and_html_and_says_what_is_wrong(monkeypatch, capsys):

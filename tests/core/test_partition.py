@@ -307,6 +307,7 @@ def test_a_large_gather_is_told_once(kind, caplog):
     (record,) = caplog.records
     assert "along dimension 2, which model shards" in record.message
     assert "the operation needs all of it" in record.message
+    assert "what to do: shard another dimension\n" in record.message  # not shard_map: wrong there
     assert "test_partition.py" in record.message
 
 

@@ -2,14 +2,16 @@
 
 import collections
 import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from flax_cases import assert_near, followed, inputs
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformations import graphs
 
@@ -348,3 +350,40 @@ def test_in_a_shard_map_of_one_axis_the_other_stays_explicit(name):
     assert_near(got, want)
     for y in got[:2]:
         assert y.sharding.spec[:2] == ("data", "model")
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1), (2, 2)])
+def test_in_a_shard_map_of_one_axis_the_other_may_have_one_device(shape, kind):
+    """For XLA there is nothing left to partition: it aborted."""
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    grid = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind,) * 2)
+    given = inputs(8, 16), inputs(16, 16)
+
+    def function(x, w):
+        return jc.ops.matmul(jc.ops.rms_norm(x), w, activation="gelu")
+
+    specs = P("data"), P()
+    mapped = jax.shard_map(
+        function, mesh=grid, in_specs=specs, out_specs=specs[0], axis_names={"data"}
+    )
+    placed = [jax.device_put(x, NamedSharding(grid, s)) for x, s in zip(given, specs, strict=True)]
+    assert_near(step(mapped, *placed)[0], step(function, *given)[0])
+
+
+OF_TYPES = {
+    "rms_norm": lambda x, scale, w: jc.ops.rms_norm(x, scale),
+    "layer_norm": lambda x, scale, w: jc.ops.layer_norm(x, scale, scale),
+    "matmul": lambda x, scale, w: jc.ops.matmul(x, w, bias=scale, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", OF_TYPES)
+def test_what_explicit_axes_take_on_two_devices_they_take_on_one(name, count):
+    function, given = OF_TYPES[name], (inputs(8, 16), inputs(16), inputs(16, 16))
+    want, _ = step(function, *given)
+    grid = jax.make_mesh((count,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:count])
+    with jax.set_mesh(grid):
+        got, _ = step(function, *(jax.device_put(x, P("data")) for x in given))
+    assert_near(got, want)

@@ -20,7 +20,6 @@ from ..graph.boundary import boundary, stored
 from ..graph.layout import layout, lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
-from ..partition import GATHERED
 from ..planning import losses
 from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
@@ -223,7 +222,7 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
         if by_xla and plan.implementation != "xla" and not _measured(plan, segment):
             yield both, f"runs in XLA, because {segment.reason}"
     for one in getattr(note, "gathered", ()):
-        yield one.nbytes, f"{one}; {GATHERED}"
+        yield one.nbytes, f"{one}; {one.fix}"
 
 
 def _measured(plan: Plan, segment: PlannedSegment) -> bool:

@@ -298,6 +298,7 @@ class Gathered(NamedTuple):
     axes: Axes
     nbytes: int
     why: str
+    fix: str = "shard another dimension"
 
     def __str__(self) -> str:
         return (
@@ -331,17 +332,19 @@ def gathered(
             if not axes or used[dim]:
                 continue
             factor, shards = of.get((tensor.name, dim)), size_of(axes, sizes)
-            why = ""
+            why, how = "", ()
             if factor is None or factor.role == WHOLE:
                 why = "the operation needs all of it"
             elif factor.size % shards:
                 why = f"{shards} shards do not divide its {factor.size} parts"
+                how = (f"pad it to a multiple of {shards}",)
             elif factor.partial and not sums:
                 why = "devices cannot sum over several axes next to manual ones"
             elif not {*axes} <= taken:
                 why = "another tensor of the call is sharded in another way"
+                how = ("shard both alike",)
             if why:
-                made.append(Gathered(tensor, dim, axes, nbytes, why))
+                made.append(Gathered(tensor, dim, axes, nbytes, why, *how))
     for move in (*(move for moves, _ in found.stages for move in moves), *found.last):
         if move.how == "gather":
             tensor = spec.tensor(move.name)

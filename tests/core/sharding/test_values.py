@@ -206,6 +206,8 @@ def pytest_generate_tests(metafunc):
 
 def test_graphs(case, kind, request):
     spec, operands = spec_and_operands(case, SMALL)
+    if case.name.startswith("cmp_eq"):  # some are equal
+        operands = [jnp.round(x) for x in operands]
     anchored = any(call.node.anchor for call in spec.calls)
     specs = each_axis(case.name, operands, 3 if anchored else 0)
     if not request.config.getoption("every"):
