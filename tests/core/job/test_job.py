@@ -38,6 +38,9 @@ class Store:
             raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
         return self.values[key]
 
+    def key_value_dir_get_bytes(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
     def blocking_key_value_get_bytes(self, key, timeout_in_ms):
         with self.condition:
             if not self.condition.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
@@ -45,8 +48,8 @@ class Store:
         return self.values[key]
 
 
-def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0):
-    return job.Question(key, processes, "linear", lambda: identity, timeout)
+def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0, request=None):
+    return job.Question(key, processes, "linear", lambda: identity, timeout, request)
 
 
 def devices(*processes):
@@ -202,6 +205,27 @@ def test_without_a_job_everybody_decides(monkeypatch):
     assert isinstance(error_of(lambda: ask(0, 1)), jc.JobError)
 
 
+def test_the_lowest_process_answers_requests_also_where_it_plans_nothing(job_of_two):
+    """As where JAX's cache has its program alone."""
+    zero, one = job_of_two
+    requests = []
+
+    def answer(request):
+        requests.append(request)
+        if request == "refused":
+            raise jc.UnsupportedGraphError("linear: no engine")
+        zero.agreed(question(request), lambda: {"of": request})
+
+    def asks(key):
+        return one.agreed(question(key, request=lambda: key), never)
+
+    zero.attend(answer)
+    zero.attend(never)  # of several the first counts
+    assert isinstance(error_of(lambda: asks("refused")), jc.JobError)  # nothing is made of it
+    assert asks("graph") == {"of": "graph"} == zero.agreed(question(), never)
+    assert requests == ["refused", "graph"]
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What two processes of a real job on the CPU print, each with a cache of its own."""
@@ -241,6 +265,8 @@ def test_two_processes_compile_the_same_program(ranks):
     # Where each process plans for itself, equal programs differ in a plan's bytes.
     assert zero["alone"] != one["alone"]
     assert one["another program"][0] == "JobError"
+    # Process 1 lowered it first, and the thread of process 0 answered.
+    assert zero["asked"] == one["asked"]
 
 
 PROGRAM = """if True:
