@@ -1,5 +1,5 @@
 """A process of test_several_gpus.py, with one GPU: ``python several_gpus_worker.py PORT RANK``
-prints JSON; with ``die``, process 1 ends before the other compiles."""
+prints JSON; with ``die``, process 1 ends when both have compiled, and the other waits for it."""
 
 import collections
 import hashlib
@@ -36,8 +36,6 @@ def main(port, rank, *mode):
         local_device_ids=[rank],
         heartbeat_timeout_seconds=20,
     )
-    if mode and rank == 1:
-        os._exit(3)
     seen, built, build = collections.Counter(), [], planner._build
     jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.split("/")[-1]]))
 
@@ -60,7 +58,9 @@ def main(port, rank, *mode):
     seen.clear()
     compiled = lowered.compile()
     found = {"hits": seen["cache_hits"], "misses": seen["cache_misses"], "built": len(built)}
-    made = compiled(*given)
+    if mode and rank == 1:
+        os._exit(3)
+    made = jax.block_until_ready(compiled(*given))
     found["plans"] = sorted(
         hashlib.sha256(text.encode()).hexdigest() for text in PLAN.findall(compiled.as_text())
     )
