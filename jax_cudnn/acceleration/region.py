@@ -249,6 +249,7 @@ def _either(region: Region, jaxpr: Any, where: Site) -> Callable[..., Any]:
     each of its graphs runs where it is faster, and the forward alone decides."""
     original, emit, of_forward = region.original, region.emit, region.kind == "product"
     refused: dict[Hashable, bool] = {}  # for equal layers
+    together = jax.jit(original)
 
     @jax.custom_jvp
     def accelerated(*operands: Any) -> Any:
@@ -263,7 +264,12 @@ def _either(region: Region, jaxpr: Any, where: Site) -> Callable[..., Any]:
         key = *moving, *avals
         if key not in refused:
             refused[key] = bool(refusal(_pair(fused, avals, moving), where, of_forward))
-        function = _of(original if refused[key] else fused, primals, moving)
+        sharded = any(axis for x in primals for axis in jax.typeof(x).sharding.spec)
+        if sharded and not any(isinstance(x, jax.core.Tracer) for x in primals):
+            plain = together  # one by one, JAX's derivatives of operations may have other types
+        else:
+            plain = original
+        function = _of(plain if refused[key] else fused, primals, moving)
         return jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
 
     accelerated.defjvp(rule, symbolic_zeros=True)
@@ -271,10 +277,11 @@ def _either(region: Region, jaxpr: Any, where: Site) -> Callable[..., Any]:
 
 
 def _of_one_device(avals: Iterable[Any]) -> list[Any]:
-    """Abstract values without the mesh axes over which they vary, inside of shard_map."""
+    """Abstract values without a mesh inside of shard_map: they may vary over its axes, and the mesh
+    around, where this traces, has other types."""
     return [
         jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        if compat.varying_axes(aval)
+        if compat.varying_axes(aval) or aval.sharding.mesh.manual_axes
         else aval
         for aval in avals
     ]

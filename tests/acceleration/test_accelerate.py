@@ -1,5 +1,6 @@
 """``jax_cudnn.accelerate``: what it replaces for a GPU, what it says, and what it leaves alone."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from acceleration.test_program import arrays, replaced
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
@@ -284,7 +286,7 @@ def test_strict_numerics_keep_each_rounding():
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_collectives_on_a_mesh_are_those_of_the_function(kind):
     def block(p, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
@@ -296,7 +298,7 @@ def test_collectives_on_a_mesh_are_those_of_the_function(kind):
     columns, rows = P(None, "model"), P("model")
     spread = {**dict.fromkeys(("q", "k", "v", "up"), columns), "out": rows, "bias": rows}
     spread |= {"down": rows}
-    if kind == jax.sharding.AxisType.Explicit:
+    if kind == AxisType.Explicit:
         spread = dict.fromkeys(shapes, P())
     *arrays_, x = half(*shapes.values(), (8, 32, 64))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -463,7 +465,7 @@ def test_inside_of_shard_map_regions_are_found_too():
     qkv, up, x = half((3, 64, 4, 16), (64, 256), (8, 64, 64))
     p, mesh = (
         {"qkv": qkv * 0.1, "up": up * 0.1},
-        jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+        jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)),
     )
     found = []
     for fn in (block, jc.accelerate(block)):
@@ -548,21 +550,27 @@ def test_what_attention_reads_is_the_result_of_the_product_before():
 
 
 @pytest.mark.parametrize("around", [True, False])
-@pytest.mark.parametrize("what", ["attention", "product"])
+@pytest.mark.parametrize("what", ["attention", "product", "normalization"])
 def test_around_a_shard_map_with_replicated_operands(what, around):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
     def attention(q, k, b):
         seen = jnp.tril(jnp.ones((len(q), len(k)), bool))
         return jax.nn.softmax(jnp.where(seen, q @ k.T / 8, -1e30)) @ k + b
 
+    def normalization(x, w, b):
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * b
+
     product = lambda x, w, b: jax.nn.gelu(x @ w + b)  # noqa: E731
-    fn = {"attention": attention, "product": product}[what]
+    fn = {"attention": attention, "product": product, "normalization": normalization}[what]
     of = lambda f: jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))  # noqa: E731
-    x, w, b = half((256, 64), (64, 64), (64,))
+    shape = (4096, 512) if what == "normalization" else (256, 64)
+    x, w, b = half(shape, (64, shape[1]), (shape[1],))
     args = x, 0.1 * w, b
     if around:
-        assert same(of(fn), *args, tolerance=0.05) == [what]
+        for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+            with context:
+                assert same(of(fn), *args, tolerance=0.05) == [what]
         return
     total = lambda f: lambda *a: (of(f)(*a).astype("float32") ** 2).sum()  # noqa: E731
     with jc.target("H200"):
@@ -570,6 +578,21 @@ def test_around_a_shard_map_with_replicated_operands(what, around):
     for a, c in zip(want, got, strict=True):
         a, c = (np.asarray(x, np.float32) for x in (a, c))
         assert np.linalg.norm(a - c) <= 0.05 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_eager_gradients_on_explicit_axes(causal):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    q = jax.random.normal(jax.random.key(0), (4, 32, 2, 16))
+
+    def loss(q):
+        return (jax.nn.dot_product_attention(q, q, q, is_causal=causal) ** 2).sum()
+
+    with jax.set_mesh(mesh), jc.target("H200"):
+        q = jax.device_put(q, P("d"))
+        want, got = jax.grad(loss)(q), jax.grad(jc.accelerate(loss))(q)
+    assert got.sharding == want.sharding
+    np.testing.assert_allclose(got, want, 1e-4, 1e-4)
 
 
 def test_what_is_no_array_is_passed_as_it_is():
