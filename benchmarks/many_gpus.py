@@ -58,7 +58,10 @@ _SPLIT = {
 }
 """The dimensions of parameters that tensor parallelism splits."""
 _EFFORT = Effort(seconds=2.0, calls=5, rounds=7)
-VERSIONS = "jax", "jaxlib", "flax"
+VERSIONS = "jax", "jaxlib", "flax", "cudnn", "nvidia-cudnn-frontend"
+"""What programs for absent GPUs share with those that ran."""
+_NCCL = {"AllGather": "AG", "AllReduce": "AR", "ReduceScatter": "RS", "AllToAll": "A2A"}
+_NCCL |= {"SendRecv": "CP"}
 COMPILED = "compiled"
 """The status of a cell that no GPU ran."""
 
@@ -172,7 +175,8 @@ def efficiency(result: dict[str, Any], name: str, side: str) -> float | None:
 def render(result: dict[str, Any]) -> str:
     """The table of docs/many_gpus.md."""
     head = ["model", "layout", "GPUs", "by hand, ms", "`jc.accelerate`", "`jnn.accelerate`"]
-    head += ["scaling efficiency", "collectives", "ms of collectives", "memory of a GPU, GB"]
+    head += ["scaling efficiency", "collectives of the program", "NCCL's kernels in a profile"]
+    head += ["ms of these", "memory of a GPU, GB"]
     rows, notes = [], []
     for name, entry in result["cells"].items():
         found = entry["sides"]
@@ -180,15 +184,16 @@ def render(result: dict[str, Any]) -> str:
         sides = [CUDNN if CUDNN in facts or CUDNN in entry["not_run"] else PLAIN, WHOLE, OURS]
         spent = [found.get(s, {}).get("profile", {}).get("kinds_ms", {}) for s in sides]
         moved = [
-            ", ".join(f"{n} {KINDS[kind]}" for kind, (n, _) in each.get("collectives", {}).items())
-            for each in (facts.get(side, {}) for side in sides)
+            ", ".join(f"{n} {KINDS[kind]}" for kind, n in _counts(facts.get(side, {})).items())
+            for side in sides
         ]
+        ran = [_kernels(found.get(side, {})) for side in sides]
         parts = [efficiency(result, name, side) for side in sides]
         rows.append([
             *name.split(", "),
             *(f"{found[s]['ms']['median']:.1f}" if s in found else "-" for s in sides),
             _all(f"{part:.2f}" if part else None for part in parts) if entry["gpus"] > 1 else "",
-            moved[0] if len({*moved}) == 1 else " / ".join(moved),
+            *(each[0] if len({*each}) == 1 else " / ".join(each) for each in (moved, ran)),
             _all(f"{s['collectives']:.1f}" if "collectives" in s else None for s in spent),
             _all(f"{facts[s]['memory_gb']:.3g}" if s in facts else None for s in sides),
         ])  # fmt: skip
@@ -202,21 +207,32 @@ def render(result: dict[str, Any]) -> str:
 
 def _compared(result: dict[str, Any]) -> list[str]:
     """Programs for absent GPUs with those that ran."""
+    both = [(name, e) for name, e in result["cells"].items() if "compiled" in e]
+    if not both:
+        return []
+    commits = ", ".join(sorted({entry["compiled"]["commit"][:7] for _, entry in both}))
+    notes = [f"Rows without times are programs that XLA compiled for absent H200s, at {commits}"]
     pairs = [
-        (found, entry["compiled"]["sides"][side])
-        for entry in result["cells"].values()
-        if "compiled" in entry
+        (name, found, entry["compiled"]["sides"][side])
+        for name, entry in both
         for side, found in entry["sides"].items()
     ]
-    if not pairs:
-        return []
-    same = sum(_counts(one) == _counts(other) for one, other in pairs)
-    off = max(abs(other["memory_gb"] / one["memory_gb"] - 1) for one, other in pairs)
-    return [
-        "rows without times are programs that XLA compiled for absent H200s; of the programs that "
-        f"ran on several GPUs, {same} of {len(pairs)} have the collectives of those compiled so, "
-        f"and memory differs by at most {off:.1%}"
-    ]
+    if pairs:
+        other = [name for name, one, two in pairs if _counts(one) != _counts(two)]
+        off = max(abs(two["memory_gb"] / one["memory_gb"] - 1) for _, one, two in pairs)
+        notes.append(
+            f"Of {len(pairs)} programs that ran on several GPUs, {len(pairs) - len(other)} have as "
+            f"many collectives as those compiled so, and memory differs by at most {off:.1%}. "
+            f"The others are of {'; '.join(dict.fromkeys(other)) or 'no cell'}"
+        )
+    return notes
+
+
+def _kernels(side: dict[str, Any]) -> str:
+    """How often NCCL's kernels run in a step, by what they do."""
+    calls = side.get("profile", {}).get("nccl", {}).items()
+    counts = {short: sum(n for name, n in calls if word in name) for word, short in _NCCL.items()}
+    return ", ".join(f"{n:.0f} {short}" for short, n in counts.items() if n)
 
 
 def _counts(side: dict[str, Any]) -> dict[str, int]:

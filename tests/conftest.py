@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ.setdefault("JAX_CUDNN_TUNING", "off")  # but where a test is about it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as the times of benchmarks/many_gpus.py
 
 import functools
 import importlib.util

@@ -310,8 +310,8 @@ class Job:
                 warned = True
                 log.warning("waiting for process %d to plan %s", question.leader, question.name)
                 if question.request and self._get(path + "/begun") is None:
-                    asked = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
-                    self._put(asked, zlib.compress(json.dumps(question.request()).encode()))
+                    place = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
+                    self._put(place, zlib.compress(json.dumps(question.request()).encode()))
             if record is not None:
                 waited = time.monotonic() - started
                 log.debug(

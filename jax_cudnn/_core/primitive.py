@@ -64,7 +64,7 @@ def dims_of_type(aval: Any, name: str) -> tuple[Any, ...]:
             f"{name} is reduced or unreduced over mesh axes",
             got=str(aval),
             why="there is no rule for its gradient, or for the sum that is left to do",
-            fix="reshard it before the call: jax.sharding.reshard(x, jax.P())",
+            fix="reshard it before the call, without these: jax.sharding.reshard(x, jax.P(...))",
         )
     return tuple(aval.sharding.spec)
 
