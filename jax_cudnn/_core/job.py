@@ -160,6 +160,7 @@ def _received(sent: dict[str, Any], question: Question) -> JaxCudnnError:
 log = logging.getLogger("jax_cudnn")
 
 _REQUESTS = "jax_cudnn/requests"  # the folders of the lowest processes
+_POLL = 0.1  # seconds between two looks for requests
 _SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
 
 
@@ -222,7 +223,7 @@ class Job:
         self.client, self.process = client, process
         self._answers: dict[str, _Answer] = {}
         self._lock = threading.Lock()
-        self._attends = False
+        self._attends = self._asks = False
 
     def agreed(self, question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         deadline = time.monotonic() + question.timeout
@@ -260,7 +261,7 @@ class Job:
 
         def run() -> None:
             known: set[str] = set()
-            while not ended.wait(_SLICE):
+            while not ended.wait(_POLL):
                 try:
                     found = self.client.key_value_dir_get_bytes(f"{_REQUESTS}/{self.process}/")
                 except jax.errors.JaxRuntimeError as error:
@@ -302,14 +303,17 @@ class Job:
         return record
 
     def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
-        started, warned = time.monotonic(), False
+        started, asked = time.monotonic(), False
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
-            record = self._get(path, min(left, _SLICE))
-            if record is None and not warned and time.monotonic() - started > 2 * _SLICE:
-                warned = True
-                log.warning("waiting for process %d to plan %s", question.leader, question.name)
+            record = self._get(path, min(left, _POLL if self._asks and not asked else _SLICE))
+            late = self._asks or time.monotonic() - started > 2 * _SLICE
+            if record is None and late and not asked:
+                asked = True
+                if not self._asks:  # once: it asks for the next ones at once
+                    log.warning("waiting for process %d to plan %s", question.leader, question.name)
                 if question.request and self._get(path + "/begun") is None:
+                    self._asks = True
                     place = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
                     self._put(place, zlib.compress(json.dumps(question.request()).encode()))
             if record is not None:

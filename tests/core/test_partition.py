@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
-from jax_cudnn._core import partition
+from jax_cudnn._core import auto, context, partition
 from jax_cudnn._core.planning import placement
 
 COLLECTIVE = re.compile(
@@ -309,6 +309,21 @@ def test_a_large_gather_is_told_once(kind, caplog):
     assert "the operation needs all of it" in record.message
     assert "what to do: shard another dimension\n" in record.message  # not shard_map: wrong there
     assert "test_partition.py" in record.message
+
+
+@pytest.mark.deviceless
+def test_a_process_that_lowers_for_gpus_answers_the_others(monkeypatch):
+    """While lowering: its program may be in JAX's cache, and then it does not compile."""
+    asked = []
+    monkeypatch.setattr(auto, "attend", lambda *given: asked.append(given))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((16, 64), "bfloat16", sharding=NamedSharding(mesh, P("data")))
+    with jc.target("H200"):
+        jax.jit(jc.ops.rms_norm).trace(x).lower(lowering_platforms=("cuda",))
+    ((devices, contexts),) = asked
+    assert devices == tuple(mesh.devices.flat)
+    with contexts():
+        assert context.site(devices, "rms_norm").name == "H200"
 
 
 @pytest.mark.deviceless

@@ -17,6 +17,7 @@ import jax_cudnn as jc
 from jax_cudnn._core import compat, job
 
 WORKER = Path(__file__).with_name("job_worker.py")
+CACHED_WORKER = Path(__file__).with_name("cached_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
 
 
@@ -267,6 +268,28 @@ def test_two_processes_compile_the_same_program(ranks):
     assert one["another program"][0] == "JobError"
     # Process 1 lowered it first, and the thread of process 0 answered.
     assert zero["asked"] == one["asked"]
+
+
+@pytest.mark.deviceless
+def test_a_process_asks_where_the_program_of_the_other_is_in_its_cache(tmp_path):
+    """JAX keeps programs of process 0 alone. In the second job it has its own and plans nothing."""
+
+    def job():
+        return two_processes(
+            CACHED_WORKER,
+            timeout=120,
+            JAX_PLATFORMS=["cpu"] * 2,
+            JAX_COMPILATION_CACHE_DIR=[tmp_path / f"programs {rank}" for rank in range(2)],
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=[0] * 2,
+            XDG_CACHE_HOME=[tmp_path / f"plans {rank}" for rank in range(2)],
+            XLA_FLAGS=["--xla_force_host_platform_device_count=1"] * 2,
+        )
+
+    first, second = job(), job()
+    assert first[0]["built"] > 0 == first[1]["built"]
+    assert [rank["built"] for rank in second] == [0, 0]
+    assert [rank["hits"] > 0 for rank in second] == [True, False]
+    assert len({rank["value"] for rank in (*first, *second)}) == 1
 
 
 PROGRAM = """if True:
