@@ -223,7 +223,7 @@ class Job:
         self.client, self.process = client, process
         self._answers: dict[str, _Answer] = {}
         self._lock = threading.Lock()
-        self._attends = self._asks = False
+        self._attends = self._requests = False
 
     def agreed(self, question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         deadline = time.monotonic() + question.timeout
@@ -303,17 +303,19 @@ class Job:
         return record
 
     def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
-        started, asked = time.monotonic(), False
+        started, requested = time.monotonic(), False
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
-            record = self._get(path, min(left, _POLL if self._asks and not asked else _SLICE))
-            late = self._asks or time.monotonic() - started > 2 * _SLICE
-            if record is None and late and not asked:
-                asked = True
-                if not self._asks:  # once: it asks for the next ones at once
+            record = self._get(
+                path, min(left, _POLL if self._requests and not requested else _SLICE)
+            )
+            late = self._requests or time.monotonic() - started > 2 * _SLICE
+            if record is None and late and not requested:
+                requested = True
+                if not self._requests:  # once: it asks for the next ones at once
                     log.warning("waiting for process %d to plan %s", question.leader, question.name)
                 if question.request and self._get(path + "/begun") is None:
-                    self._asks = True
+                    self._requests = True
                     place = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
                     self._put(place, zlib.compress(json.dumps(question.request()).encode()))
             if record is not None:

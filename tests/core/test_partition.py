@@ -314,13 +314,13 @@ def test_a_large_gather_is_told_once(kind, caplog):
 @pytest.mark.deviceless
 def test_a_process_that_lowers_for_gpus_answers_the_others(monkeypatch):
     """While lowering: its program may be in JAX's cache, and then it does not compile."""
-    asked = []
-    monkeypatch.setattr(auto, "attend", lambda *given: asked.append(given))
+    calls = []
+    monkeypatch.setattr(auto, "attend", lambda *given: calls.append(given))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((16, 64), "bfloat16", sharding=NamedSharding(mesh, P("data")))
     with jc.target("H200"):
         jax.jit(jc.ops.rms_norm).trace(x).lower(lowering_platforms=("cuda",))
-    ((devices, contexts),) = asked
+    ((devices, contexts),) = calls
     assert devices == tuple(mesh.devices.flat)
     with contexts():
         assert context.site(devices, "rms_norm").name == "H200"
