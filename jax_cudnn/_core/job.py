@@ -223,7 +223,8 @@ class Job:
         self.client, self.process = client, process
         self._answers: dict[str, _Answer] = {}
         self._lock = threading.Lock()
-        self._attends = self._requests = False
+        self._attends = False
+        self._was_late = False  # the lowest process, once: others are requested at once
 
     def agreed(self, question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         deadline = time.monotonic() + question.timeout
@@ -307,15 +308,15 @@ class Job:
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
             record = self._get(
-                path, min(left, _POLL if self._requests and not requested else _SLICE)
+                path, min(left, _POLL if self._was_late and not requested else _SLICE)
             )
-            late = self._requests or time.monotonic() - started > 2 * _SLICE
+            late = self._was_late or time.monotonic() - started > 2 * _SLICE
             if record is None and late and not requested:
                 requested = True
-                if not self._requests:  # once: it asks for the next ones at once
+                if not self._was_late:
                     log.warning("waiting for process %d to plan %s", question.leader, question.name)
                 if question.request and self._get(path + "/begun") is None:
-                    self._requests = True
+                    self._was_late = True
                     place = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
                     self._put(place, zlib.compress(json.dumps(question.request()).encode()))
             if record is not None:
