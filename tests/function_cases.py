@@ -16,7 +16,7 @@ import jax_cudnn as jc
 from jax_cudnn import ops
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-PART = r"([\w +]+?)(?: (int32|int8|bool)(?:<(.+))?)?"
+PART = r"([\w +]+?)(?: (int32|int8|bool|bfloat16)(?:<(.+))?)?"
 SIZES = {"b": 2, "t": 3, "s": 5, "h": 5, "k": 8, "m": 3, "n": 4, "c": 2, "p": 6}
 
 
@@ -173,6 +173,33 @@ CASES = {
     "mxfp8": Case("x b 2 t 32", lambda x: ops.dequantize_mxfp8(*ops.quantize_mxfp8(x))),
 }  # fmt: skip
 
+WIDE = "query b 64 4 64 bfloat16, key b 64 2 64 bfloat16, value b 64 2 64 bfloat16"
+PACKED_WIDE = "query 256 4 64 bfloat16, key 256 2 64 bfloat16, query_offsets 5 int32<257, "
+PACKED_WIDE += "key_value_offsets 5 int32<257"
+PAGED_WIDE = "query b t 4 64 bfloat16, key_pages p 64 2 64 bfloat16, value_pages p 64 2 64 bfloat16"
+IN_16_BITS = {
+    "attention, bfloat16": Case(WIDE, attend, None, CAUSAL),
+    "attention, dropout, bfloat16": Case(WIDE, attend, None, DROPOUT),
+    "attention, lengths, bfloat16": Case(f"{WIDE}, key_value_seq_lengths b int32<65", attend),
+    "qkv, bfloat16": Case("qkv b 64 3 4 64 bfloat16", ops.dot_product_attention_qkv),
+    "packed, bfloat16": Case(PACKED_WIDE,
+        lambda **x: ops.packed_dot_product_attention(
+            **x, value=x["key"], max_query_length=64, max_key_value_length=64, is_causal=True)),
+    "paged, bfloat16": Case(f"{PAGED_WIDE}, page_table b 2 int32<p, "
+        "key_value_seq_lengths b int32<129", ops.paged_dot_product_attention),
+    "matmul, bfloat16": Case("a b 64 128 bfloat16, b 128 128 bfloat16, bias 128 bfloat16",
+        ops.matmul, None, {"activation": "gelu"}),
+    "conv, groups, bfloat16": Case("x b 16 16 64 bfloat16, w 3 3 32 64 bfloat16", ops.conv, None,
+        SPATIAL | {"groups": 2}),
+    "rms_norm, bfloat16": Case("x b 2048 512 bfloat16, scale 512 bfloat16", ops.rms_norm),
+    "layer_norm, bfloat16": Case("x b 2048 512 bfloat16, scale 512 bfloat16, bias 512 bfloat16",
+        ops.layer_norm),
+    "batch_norm, bfloat16": Case("x b 16 16 64 bfloat16, scale 64, bias 64",
+        lambda **x: ops.batch_norm(*x.values(), running_mean=jnp.zeros(64),
+            running_var=jnp.ones(64), training=True, activation="relu")),
+}  # fmt: skip
+"""Of sizes of which cuDNN runs many, also of a part of them."""
+
 
 def given(case, which):
     """Ours or theirs as a function of arrays."""
@@ -197,7 +224,7 @@ def operands(case, sizes=SIZES):
     random = np.random.default_rng(0)
     for part, (shape, dtype) in zip(case.operands.split(","), parts(case, sizes), strict=True):
         below = re.fullmatch(PART, part)[3]
-        if dtype == "float32":
+        if "float" in dtype:
             x = random.standard_normal(shape)
         elif not below:
             x = np.sort(random.integers(dtype == "int32", 3, shape))

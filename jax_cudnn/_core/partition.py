@@ -82,8 +82,9 @@ class _Partitioned:
 
     @property
     def sums(self) -> bool:
-        """Whether devices can add up: not along several axes next to manual ones. XLA numbers the
-        devices of a group there in an order of each operation, so shardings name no axis."""
+        """Whether devices can add up, or know their place along an axis: not along several axes
+        next to manual ones. XLA numbers the devices of a group there in an order of each operation,
+        so shardings name no axis."""
         sizes = [size for size in self.axes.axis_sizes if size > 1]
         return len(self.axes.axis_names) == len(self.mesh.axis_names) or len(sizes) < 2
 

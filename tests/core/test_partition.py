@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import python
+from helpers import python, whole
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -309,6 +309,23 @@ def test_a_large_gather_is_told_once(kind, caplog):
     assert "the operation needs all of it" in record.message
     assert "what to do: shard another dimension\n" in record.message  # not shard_map: wrong there
     assert "test_partition.py" in record.message
+
+
+@pytest.mark.parametrize("spec", [P("b"), P("a"), P(("a", "b")), P("b", "a")])
+def test_dropout_next_to_a_manual_axis_is_that_of_one_device(spec):
+    """XLA may name the axes of a sharding otherwise there, so no device knows its place."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    q = jax.random.normal(jax.random.key(0), (4, 8, 2, 8))
+
+    def attend(q):
+        key = jax.random.key(1)
+        return jc.ops.dot_product_attention(q, q, q, dropout_rate=0.5, dropout_rng=key)
+
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"}, check_vma=False
+    )
+    got, want = jax.jit(mapped)(jax.device_put(q, NamedSharding(mesh, spec))), attend(q)
+    np.testing.assert_allclose(whole(got, want), want, 1e-5, 1e-5)
 
 
 @pytest.mark.deviceless

@@ -86,7 +86,8 @@ def work(
     sums: bool = True,
 ) -> Work:
     """What each device does for operands with these shardings, and results that should have those
-    of ``wanted``, if any. Without ``sums``, what devices would add up is gathered."""
+    of ``wanted``, if any. Without ``sums``, what devices would add up is gathered; and all arrays
+    are, where one would use its place along an axis, or what another one has."""
     sizes, goal = dict(mesh), dict(zip(spec.outputs, wanted, strict=False))
     at = _At(sizes, dict(zip(spec.inputs, given, strict=True)))
     stages: list[tuple[tuple[Move, ...], GraphSpec]] = []
@@ -118,7 +119,11 @@ def work(
     for tensor in spec.output_tensors:
         at.complete(tensor, goal.get(tensor.name, ()))
     results = tuple(at.have[name] for name in spec.outputs)
-    return Work(tuple(stages), at.taken(), operands, spec.outputs, results)
+    last = at.taken()
+    moves = [*(move for moves, _ in stages for move in moves), *last]
+    if not sums and any(move.how != "divide" for move in moves):
+        return work(spec, tuple(((),) * len(t.shape) for t in spec.input_tensors), (), mesh, sums)
+    return Work(tuple(stages), last, operands, spec.outputs, results)
 
 
 def _placed(
@@ -338,8 +343,8 @@ def gathered(
             elif factor.size % shards:
                 why = f"{shards} shards do not divide its {factor.size} parts"
                 how = (f"pad it to a multiple of {shards}",)
-            elif factor.partial and not sums:
-                why = "devices cannot sum over several axes next to manual ones"
+            elif not sums and (factor.partial or not taken):
+                why = "devices exchange nothing over several axes next to manual ones"
             elif not {*axes} <= taken:
                 why = "another tensor of the call is sharded in another way"
                 how = ("shard both alike",)

@@ -25,6 +25,7 @@ from jax_cudnn._core.primitive import bind
 
 KINDS = AUTO, EXPLICIT, PARTLY_MANUAL = "auto", "explicit", "partly manual"
 REGISTRY = [*all_cases()]
+FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS
 REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of types: in what words
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
@@ -33,11 +34,12 @@ FLOAT8 = "fp8", "mxfp8", "float8_matmul"  # which round to it inside
 EXAMPLES = 10  # a size that nothing else has
 OF_ALL_EXAMPLES = {  # what these compute: in a shard_map it is of each device's
     *("batch_norm", "batch_norm, relu", "conv_batch_norm", "cross-entropy", "attention, dropout"),
-    *("fp8", "float8_matmul", "write_pages"),
+    *("fp8", "float8_matmul", "write_pages", "batch_norm, bfloat16"),
+    "attention, dropout, bfloat16",
 }
 # In a shard_map over a part of the axes XLA aborts, for jnp, too, where pages and a table are
 # sharded, or where a logit is read of a sharded product (on CPUs).
-ABORTS = {"paged", "write_pages", "cross-entropy, each token"}
+ABORTS = {"paged", "paged, bfloat16", "write_pages", "cross-entropy, each token"}
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
 COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
@@ -191,7 +193,7 @@ def pytest_generate_tests(metafunc):
         return
     name = "function" if "function" in metafunc.fixturenames else "case"
     every = metafunc.config.getoption("every")
-    rows = [*function_cases.CASES] if name == "function" else REGISTRY
+    rows = [*FUNCTIONS] if name == "function" else REGISTRY
     rows = [x for x in rows if every or name == "function" or x.name in {*sample()}]
     metafunc.parametrize(
         (name, "kind"),
@@ -219,7 +221,7 @@ def test_graphs(case, kind, request):
 
 def call(name, sizes=SIZES):
     """A function of arrays, and arrays."""
-    case = function_cases.CASES[name]
+    case = FUNCTIONS[name]
     operands = [*function_cases.operands(case, sizes)]
     if name == "write_pages":  # the table: no slot is written twice, or either value may stay
         operands[2] = jnp.arange(operands[2].size, dtype="int32").reshape(operands[2].shape)
@@ -236,10 +238,11 @@ def test_functions(function, kind, request):
         assert len(typed) < len(specs)
         specs = typed
     if specs:
-        check(run, operands, kind, specs, float8=name in FLOAT8)
+        flips = name == "batch_norm, bfloat16"  # its relu
+        check(run, operands, kind, specs, flips=flips, float8=name in FLOAT8)
 
 
-@pytest.mark.parametrize("name", [n for n in function_cases.CASES if n != "mxfp8"])
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "mxfp8"])
 def test_one_operand_varies(name):
     """As activations do in a shard_map, where weights are replicated. (mxfp8 would round half of a
     cotangent in another way.)"""
@@ -253,7 +256,7 @@ def test_one_operand_varies(name):
     "name",
     [
         name
-        for name, case in function_cases.CASES.items()
+        for name, case in FUNCTIONS.items()
         if "b" in function_cases.letters(case) and name not in OF_ALL_EXAMPLES
     ],
 )
