@@ -90,11 +90,17 @@ def whole(x, like):
     like = np.asarray(like, np.float64)
     made = like.copy()
     for shard in x.addressable_shards:
-        own, part = np.asarray(shard.data, np.float64), made[shard.index]
-        with np.errstate(invalid="ignore"):
-            nearer = np.abs(own - like[shard.index]) <= np.abs(part - like[shard.index])
-        made[shard.index] = np.where(nearer, part, own)
+        own, at = np.asarray(shard.data, np.float64), shard.index
+        made[at] = np.where(_off(own, like[at]) > _off(made[at], like[at]), own, made[at])
     return made
+
+
+def _off(x, y):
+    """By how much arrays differ; infinitely where one is NaN or infinite and the other is not."""
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(x - y)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    return np.where(same, 0, np.where(np.isnan(difference), np.inf, difference))
 
 
 def share(x):

@@ -13,7 +13,7 @@ import jax
 
 _STEPS, _SHOWN = 3, 30
 _LIBRARIES = {
-    "collectives": r"nccl|allreducekernel",
+    "collectives": r"nccl",
     "attention": r"sdpa|fmha|flash|attention",
     "copies": r"memcpy|memset",
     "normalizations": r"norm|bn_[fb]w",

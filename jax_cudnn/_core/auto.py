@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from . import compat, context, job, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
-from .graph.record import decoded, encoded
 from .graph.spec import GraphSpec
 from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
@@ -128,10 +126,30 @@ def _decided(
     spec: GraphSpec, site: Site, name: str, devices: Sequence[Device]
 ) -> tuple[Segments, tuple[Measured, ...]]:
     """Where several processes compile, one of them decides, and all take what it decided."""
+
+    def decide(spec: GraphSpec) -> tuple[Segments, tuple[Measured, ...]]:
+        found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
+        return found or (placement.decide(spec, site, name), ())
+
+    def make() -> dict[str, Any]:
+        segments, measured = decide(canonical)
+        rows = [row_of(segment) for segment in segments]
+        return {"segments": rows, "measured": [dataclasses.asdict(way) for way in measured]}
+
+    def identity() -> str:
+        try:
+            return json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__})
+        except PlanningError as error:  # not that of the job, of which all processes hear
+            what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
+            raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
+
     if not (processes := job.participants(devices)):
-        return _decide(spec, site, name)
+        return decide(spec)
     # Nothing here may fail before the other processes learn of it: versions are read later.
-    question, make = _question(spec, site, name, devices[0].device_kind, processes)
+    canonical = spec.canonical()
+    gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
+    key, timeout = repr((canonical._key, gpu)), settings().job_timeout
+    question = job.Question(key, processes, name, identity, timeout)
     record = job.agreed(question, make)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])
@@ -143,54 +161,6 @@ def _decided(
             why="the store of the job holds something else",
             fix="run the same version of jax_cudnn in all processes",
         ) from error
-
-
-def _decide(spec: GraphSpec, site: Site, name: str) -> tuple[Segments, tuple[Measured, ...]]:
-    found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
-    return found or (placement.decide(spec, site, name), ())
-
-
-def _question(
-    spec: GraphSpec, site: Site, name: str, kind: str, processes: Sequence[int]
-) -> tuple[job.Question, Callable[[], dict[str, Any]]]:
-    """What processes agree on, and how the lowest one decides it."""
-    canonical = spec.canonical()
-
-    def make() -> dict[str, Any]:
-        segments, measured = _decide(canonical, site, name)
-        rows = [row_of(segment) for segment in segments]
-        return {"segments": rows, "measured": [dataclasses.asdict(way) for way in measured]}
-
-    def identity() -> str:
-        try:
-            return json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__})
-        except PlanningError as error:  # not that of the job, of which all processes hear
-            what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
-            raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
-
-    def request() -> list[Any]:
-        return [encoded(canonical), name, kind, [*processes]]
-
-    gpu = site.name if isinstance(site, Profile) else kind
-    key, timeout = repr((canonical._key, gpu)), settings().job_timeout
-    return job.Question(key, processes, name, identity, timeout, request), make
-
-
-def attend(devices: Sequence[Device], contexts: Callable[[], AbstractContextManager[None]]) -> None:
-    """Has the lowest process of a program answer the others, also where it compiles nothing: XLA
-    partitions the program, and JAX's cache may have it."""
-    if job.participants(devices)[:1] != [jax.process_index()]:
-        return
-
-    def answer(request: Any) -> None:
-        spec, name, kind, processes = request
-        with contexts():
-            site = context.site(devices, name)
-            question, make = _question(decoded(spec), site, name, kind, processes)
-            made = make()  # a failure is left to the compilation of this process
-            job.agreed(question, lambda: made)
-
-    job.attend(answer)
 
 
 def clear() -> None:

@@ -8,15 +8,10 @@ A success holds for the life of the job. A failure belongs to one attempt: reque
 joins the next attempt, so a retry on all processes is a new attempt. All processes must therefore
 request equally often: an additional request waits for an attempt that the lowest process never
 makes, and a process that missed a failure (by a timeout) gets it at its next request.
-
-A process that takes its program from JAX's cache plans nothing. If it is the lowest one, and
-another process lacks that program (one process alone writes the cache), that one asks, and a thread
-of the lowest process answers (:func:`attend`).
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import logging
@@ -49,8 +44,6 @@ class Question:
         identity: returns what the decision depends on and all processes must share: versions and
             GPU, as text or as a JSON object, whose differences messages show.
         timeout: seconds that this process waits for the lowest one.
-        request: returns, as data for JSON, what the lowest process needs to decide without
-            compiling the program.
     """
 
     key: str
@@ -58,7 +51,6 @@ class Question:
     name: str
     identity: Callable[[], str]
     timeout: float
-    request: Callable[[], Any] | None = None
 
     @property
     def leader(self) -> int:
@@ -159,8 +151,6 @@ def _received(sent: dict[str, Any], question: Question) -> JaxCudnnError:
 
 log = logging.getLogger("jax_cudnn")
 
-_REQUESTS = "jax_cudnn/requests"  # the folders of the lowest processes
-_POLL = 0.1  # seconds between two looks for requests
 _SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
 
 
@@ -186,25 +176,15 @@ def agreed(question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, 
         LibraryError: the lowest process has another identity, or another jax_cudnn.
         JaxCudnnError: the error of ``make``, in all processes.
     """
-    job = _current() if question.processes else None
-    return make() if job is None else job.agreed(question, make)
-
-
-def attend(answer: Callable[[Any], None]) -> None:
-    """Has a thread of this process call ``answer`` with each request of the others, from now on;
-    of several calls the first counts."""
-    if (job := _current()) is not None:
-        job.attend(answer)
-
-
-def _current() -> Job | None:
     global _job
-    if (client := compat.distributed_client()) is None:
-        return None
+    client = compat.distributed_client()
+    if not question.processes or client is None:
+        return make()
     with _lock:
         if _job is None or _job.client is not client:  # the job may have been initialised anew
             _job = Job(client, jax.process_index())
-        return _job
+        job = _job
+    return job.agreed(question, make)
 
 
 @dataclass
@@ -223,8 +203,6 @@ class Job:
         self.client, self.process = client, process
         self._answers: dict[str, _Answer] = {}
         self._lock = threading.Lock()
-        self._attends = False
-        self._was_late = False  # the lowest process, once: others are requested at once
 
     def agreed(self, question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         deadline = time.monotonic() + question.timeout
@@ -253,34 +231,6 @@ class Job:
             answer.lock.release()
         return content["made"]
 
-    def attend(self, answer: Callable[[Any], None]) -> None:
-        with self._lock:
-            if self._attends:
-                return
-            self._attends = True
-        ended = threading.Event()
-
-        def run() -> None:
-            known: set[str] = set()
-            while not ended.wait(_POLL):
-                try:
-                    found = self.client.key_value_dir_get_bytes(f"{_REQUESTS}/{self.process}/")
-                except jax.errors.JaxRuntimeError as error:
-                    if str(error).startswith("NOT_FOUND"):
-                        continue
-                    return  # the job has ended
-                for path, request in found:
-                    if path not in known:
-                        known.add(path)
-                        try:
-                            answer(json.loads(zlib.decompress(request)))
-                        except Exception as error:  # the other process says that it waited
-                            log.warning("a request of another process failed: %s", error)
-
-        thread = threading.Thread(target=run, name="jax_cudnn requests", daemon=True)
-        thread.start()
-        atexit.register(lambda: (ended.set(), thread.join(2 * _SLICE)))
-
     def _decide(
         self, question: Question, answer: _Answer, path: str, make: Callable[[], dict[str, Any]]
     ) -> bytes:
@@ -304,21 +254,13 @@ class Job:
         return record
 
     def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
-        started, requested = time.monotonic(), False
+        started, warned = time.monotonic(), False
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
-            record = self._get(
-                path, min(left, _POLL if self._was_late and not requested else _SLICE)
-            )
-            late = self._was_late or time.monotonic() - started > 2 * _SLICE
-            if record is None and late and not requested:
-                requested = True
-                if not self._was_late:
-                    log.warning("waiting for process %d to plan %s", question.leader, question.name)
-                if question.request and self._get(path + "/begun") is None:
-                    self._was_late = True
-                    place = f"{_REQUESTS}/{question.leader}/{path.rpartition('/agreed/')[2]}"
-                    self._put(place, zlib.compress(json.dumps(question.request()).encode()))
+            record = self._get(path, min(left, _SLICE))
+            if record is None and not warned and time.monotonic() - started > 2 * _SLICE:
+                warned = True
+                log.warning("waiting for process %d to plan %s", question.leader, question.name)
             if record is not None:
                 waited = time.monotonic() - started
                 log.debug(
@@ -336,11 +278,12 @@ class Job:
             fix = "jax_cudnn.configure(job_timeout=SECONDS)"
         else:
             got = f"{first} has not started planning"
-            why = f"{first} is busy, has ended, or compiles another program"
+            why = f"{first} is busy, has ended, compiles another program, or has a cached one"
             fix = (
                 "in all processes, run the same program in the same order, with the same shapes, "
                 "options, jax_cudnn.target, jax_cudnn.implementation, matmul precision and "
-                f"XLA_FLAGS; if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
+                "XLA_FLAGS, and with one folder for JAX's compilation cache, or none; "
+                f"if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
             )
         return JobError(
             f"{question.name}: process {self.process} waited {question.timeout:g} s for {first} "

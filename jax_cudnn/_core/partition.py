@@ -127,13 +127,10 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         text += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(text.encode()).hexdigest()}".encode()
     module = mesh_compat.module_platforms(ctx)
+    if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
+        ffi.register()
     site = _Partitioned(spec, name, mesh, axes, module, target, tried, settings, turns, seen)
     site = _known.setdefault(key, site)
-    if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else does these
-        from . import auto
-
-        ffi.register()
-        auto.attend(compat.lowering_devices(ctx), site.contexts)
     mesh_compat.keep_alive(ctx, site)
     register()
     ins, outs, sums = _letters(spec)
@@ -281,8 +278,8 @@ def _report(
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
-        fixes = "; ".join(dict.fromkeys(one.fix for one in large))
-        lines = f"{name}: on a mesh,", *map(str, large), f"what to do: {fixes}", *where
+        notes = [line for one in large for line in (str(one), f"  what to do: {one.fix}")]
+        lines = f"{name}: on a mesh,", *notes, *where
         _warn("\n  ".join(lines))
 
 

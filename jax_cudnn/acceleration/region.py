@@ -253,7 +253,7 @@ def _either(region: Region, jaxpr: Any, where: Site) -> Callable[..., Any]:
 
     @jax.custom_jvp
     def accelerated(*operands: Any) -> Any:
-        if any(compat.varying_axes(jax.typeof(x)) for x in operands):
+        if any(map(_is_inside, map(jax.typeof, operands))):
             return emit(*operands)  # its equations are of the mesh around
         return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *operands)[0]
 
@@ -281,10 +281,15 @@ def _of_one_device(avals: Iterable[Any]) -> list[Any]:
     around, where this traces, has other types."""
     return [
         jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        if compat.varying_axes(aval) or aval.sharding.mesh.manual_axes
+        if _is_inside(aval)
         else aval
         for aval in avals
     ]
+
+
+def _is_inside(aval: Any) -> bool:
+    """Whether an abstract value is one of a shard_map."""
+    return bool(compat.varying_axes(aval) or aval.sharding.mesh.manual_axes)
 
 
 def _pair(function: Callable[..., Any], avals: Sequence[Any], moving: Sequence[int]) -> Any:

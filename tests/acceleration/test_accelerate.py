@@ -1,6 +1,5 @@
 """``jax_cudnn.accelerate``: what it replaces for a GPU, what it says, and what it leaves alone."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -549,28 +548,32 @@ def test_what_attention_reads_is_the_result_of_the_product_before():
     assert [region.kind for region in program.found] == ["attention", "product"]
 
 
+def attended(q, k, b):
+    seen = jnp.tril(jnp.ones((len(q), len(k)), bool))
+    return jax.nn.softmax(jnp.where(seen, q @ k.T / 8, -1e30)) @ k + b
+
+
+def normalized(x, w, b):
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * b
+
+
+IN_A_SHARD_MAP = {
+    "attention": (attended, (256, 64)),
+    "product": (lambda x, w, b: jax.nn.gelu(x @ w + b), (256, 64)),
+    "normalization": (normalized, (4096, 512)),
+}
+
+
 @pytest.mark.parametrize("around", [True, False])
-@pytest.mark.parametrize("what", ["attention", "product", "normalization"])
+@pytest.mark.parametrize("what", IN_A_SHARD_MAP)
 def test_around_a_shard_map_with_replicated_operands(what, around):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-
-    def attention(q, k, b):
-        seen = jnp.tril(jnp.ones((len(q), len(k)), bool))
-        return jax.nn.softmax(jnp.where(seen, q @ k.T / 8, -1e30)) @ k + b
-
-    def normalization(x, w, b):
-        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * b
-
-    product = lambda x, w, b: jax.nn.gelu(x @ w + b)  # noqa: E731
-    fn = {"attention": attention, "product": product, "normalization": normalization}[what]
+    fn, shape = IN_A_SHARD_MAP[what]
     of = lambda f: jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))  # noqa: E731
-    shape = (4096, 512) if what == "normalization" else (256, 64)
     x, w, b = half(shape, (64, shape[1]), (shape[1],))
     args = x, 0.1 * w, b
     if around:
-        for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
-            with context:
-                assert same(of(fn), *args, tolerance=0.05) == [what]
+        assert same(of(fn), *args, tolerance=0.05) == [what]
         return
     total = lambda f: lambda *a: (of(f)(*a).astype("float32") ** 2).sum()  # noqa: E731
     with jc.target("H200"):
@@ -578,6 +581,20 @@ def test_around_a_shard_map_with_replicated_operands(what, around):
     for a, c in zip(want, got, strict=True):
         a, c = (np.asarray(x, np.float32) for x in (a, c))
         assert np.linalg.norm(a - c) <= 0.05 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("spec", "checked"), [("d", True), ("d", False), (None, True)])
+@pytest.mark.parametrize("what", IN_A_SHARD_MAP)
+def test_around_a_shard_map_under_its_mesh(what, spec, checked, kind):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    fn, shape = IN_A_SHARD_MAP[what]
+    specs = P(spec), P(), P()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(spec), check_vma=checked)
+    x, w, b = half(shape, (64, shape[1]), (shape[1],))
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(a, own) for a, own in zip((x, 0.1 * w, b), specs, strict=True)]
+        assert same(mapped, *args, tolerance=0.05) == [what]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
-from jax_cudnn._core import auto, context, partition
+from jax_cudnn._core import partition
 from jax_cudnn._core.planning import placement
 
 COLLECTIVE = re.compile(
@@ -326,21 +326,6 @@ def test_dropout_next_to_a_manual_axis_is_that_of_one_device(spec):
     )
     got, want = jax.jit(mapped)(jax.device_put(q, NamedSharding(mesh, spec))), attend(q)
     np.testing.assert_allclose(whole(got, want), want, 1e-5, 1e-5)
-
-
-@pytest.mark.deviceless
-def test_a_process_that_lowers_for_gpus_answers_the_others(monkeypatch):
-    """While lowering: its program may be in JAX's cache, and then it does not compile."""
-    calls = []
-    monkeypatch.setattr(auto, "attend", lambda *given: calls.append(given))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((16, 64), "bfloat16", sharding=NamedSharding(mesh, P("data")))
-    with jc.target("H200"):
-        jax.jit(jc.ops.rms_norm).trace(x).lower(lowering_platforms=("cuda",))
-    ((devices, contexts),) = calls
-    assert devices == tuple(mesh.devices.flat)
-    with contexts():
-        assert context.site(devices, "rms_norm").name == "H200"
 
 
 @pytest.mark.deviceless

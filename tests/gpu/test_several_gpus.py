@@ -111,28 +111,26 @@ def test_dropout_is_that_of_one_gpu(spec):
 
 
 def test_one_process_plans_for_two_and_later_jobs_plan_nothing(tmp_path):
-    """Plans are in one folder. JAX's programs are in none, then in one, then in one that process 1
-    does not see, then in none."""
+    """Plans are in one folder, and JAX's programs in one; for the third job in an empty one."""
 
-    def job(*programs):
+    def job(programs):
         return two_processes(
             WORKER,
             timeout=240,
             XDG_CACHE_HOME=[tmp_path] * 2,
-            JAX_COMPILATION_CACHE_DIR=[tmp_path / name for name in programs],
+            JAX_COMPILATION_CACHE_DIR=[tmp_path / programs] * 2,
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=[0] * 2,
             XLA_PYTHON_CLIENT_PREALLOCATE=["false"] * 2,
         )
 
-    first, *others = (job("a", "a"), job("a", "a"), job("a", "b"), job("c", "c"))
+    first, *others = map(job, ("a", "a", "b"))
     for zero, one in (first, *others):
         assert zero["plans"] == one["plans"] == first[0]["plans"] != []
         assert max(zero["error"], one["error"]) < 0.02
         assert one["built"] == 0
     assert first[0]["built"] > 0 == sum(zero["built"] for zero, _ in others)
     hits = [(zero["hits"], zero["misses"]) for zero, _ in others]  # JAX writes those of process 0
-    assert hits == [(1, 0), (1, 0), (0, 1)]
-    assert others[1][1]["hits"] == 0  # so it asked
+    assert hits == [(1, 0), (0, 1)]
 
 
 def test_the_error_where_a_process_died():

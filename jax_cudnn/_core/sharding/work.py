@@ -342,12 +342,13 @@ def gathered(
                 why = "the operation needs all of it"
             elif factor.size % shards:
                 why = f"{shards} shards do not divide its {factor.size} parts"
-                how = (f"pad it to a multiple of {shards}",)
+                padded_to = "pad it, or " if factor.size == tensor.shape[dim] else ""
+                how = (f"{padded_to}shard it over a number of devices that divides {factor.size}",)
             elif not sums and (factor.partial or not taken):
                 why = "devices exchange nothing over several axes next to manual ones"
             elif not {*axes} <= taken:
                 why = "another tensor of the call is sharded in another way"
-                how = ("shard both alike",)
+                how = ("shard it as that one, or along other mesh axes",)
             if why:
                 made.append(Gathered(tensor, dim, axes, nbytes, why, *how))
     for move in (*(move for moves, _ in found.stages for move in moves), *found.last):

@@ -17,7 +17,6 @@ import jax_cudnn as jc
 from jax_cudnn._core import compat, job
 
 WORKER = Path(__file__).with_name("job_worker.py")
-CACHED_WORKER = Path(__file__).with_name("cached_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
 
 
@@ -39,9 +38,6 @@ class Store:
             raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
         return self.values[key]
 
-    def key_value_dir_get_bytes(self, folder):
-        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
-
     def blocking_key_value_get_bytes(self, key, timeout_in_ms):
         with self.condition:
             if not self.condition.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
@@ -49,8 +45,8 @@ class Store:
         return self.values[key]
 
 
-def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0, request=None):
-    return job.Question(key, processes, "linear", lambda: identity, timeout, request)
+def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0):
+    return job.Question(key, processes, "linear", lambda: identity, timeout)
 
 
 def devices(*processes):
@@ -206,27 +202,6 @@ def test_without_a_job_everybody_decides(monkeypatch):
     assert isinstance(error_of(lambda: ask(0, 1)), jc.JobError)
 
 
-def test_the_lowest_process_answers_requests_also_where_it_plans_nothing(job_of_two):
-    """As where JAX's cache has its program alone."""
-    zero, one = job_of_two
-    requests = []
-
-    def answer(request):
-        requests.append(request)
-        if request == "refused":
-            raise jc.UnsupportedGraphError("linear: no engine")
-        zero.agreed(question(request), lambda: {"of": request})
-
-    def asks(key):
-        return one.agreed(question(key, request=lambda: key), never)
-
-    zero.attend(answer)
-    zero.attend(never)  # of several the first counts
-    assert isinstance(error_of(lambda: asks("refused")), jc.JobError)  # nothing is made of it
-    assert asks("graph") == {"of": "graph"} == zero.agreed(question(), never)
-    assert requests == ["refused", "graph"]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What two processes of a real job on the CPU print, each with a cache of its own."""
@@ -266,30 +241,6 @@ def test_two_processes_compile_the_same_program(ranks):
     # Where each process plans for itself, equal programs differ in a plan's bytes.
     assert zero["alone"] != one["alone"]
     assert one["another program"][0] == "JobError"
-    # Process 1 lowered it first, and the thread of process 0 answered.
-    assert zero["asked"] == one["asked"]
-
-
-@pytest.mark.deviceless
-def test_a_process_asks_where_the_program_of_the_other_is_in_its_cache(tmp_path):
-    """JAX keeps programs of process 0 alone. In the second job it has its own and plans nothing."""
-
-    def job():
-        return two_processes(
-            CACHED_WORKER,
-            timeout=120,
-            JAX_PLATFORMS=["cpu"] * 2,
-            JAX_COMPILATION_CACHE_DIR=[tmp_path / f"programs {rank}" for rank in range(2)],
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=[0] * 2,
-            XDG_CACHE_HOME=[tmp_path / f"plans {rank}" for rank in range(2)],
-            XLA_FLAGS=["--xla_force_host_platform_device_count=1"] * 2,
-        )
-
-    first, second = job(), job()
-    assert first[0]["built"] > 0 == first[1]["built"]
-    assert [rank["built"] for rank in second] == [0, 0]
-    assert [rank["hits"] > 0 for rank in second] == [True, False]
-    assert len({rank["value"] for rank in (*first, *second)}) == 1
 
 
 PROGRAM = """if True:
