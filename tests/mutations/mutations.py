@@ -62,7 +62,7 @@ MUTATIONS = {
     "a scale of the values is lost": ("acceleration/attention.py", "if v.factor != 1:", "if False:"),
     "a region reads what is inside of another": ("acceleration/program.py", "if reads & self._inside or inside & self._operands or", "if"),
     "the operand of a region joins another": ("acceleration/program.py", "or value in self._operands", ""),
-    "a region forgets the mesh around": ("acceleration/region.py", "if any(compat.varying_axes(jax.typeof(x)) for x in operands):", "if False:"),
+    "a region forgets the mesh around": ("acceleration/region.py", "if any(map(_is_inside, map(jax.typeof, operands))):", "if False:"),
     "heads always come first": ("acceleration/attention.py", "for each in places) > 1", "for each in places) >= 0"),
     "any function of the cotangent is a derivative": ("acceleration/sampled.py", "if not abs(float(np.sum(gradient * way)) - want) <= _AGREES * (size + least):", "if False:"),
     "a derivative may have jumps": ("acceleration/sampled.py", "if equation.name not in _JUMPS or", "if True or"),
