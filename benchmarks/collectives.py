@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn as jc
 from jax_cudnn.commands.timing import environment
 
-from .tables import listed, table
+from .tables import listed, table, where
 
 KINDS = {"all-gather": "AG", "all-reduce": "AR", "reduce-scatter": "RS"}
 KINDS |= {"all-to-all": "A2A", "collective-permute": "CP"}
@@ -170,7 +170,8 @@ def render(result: dict[str, Any]) -> str:
         f"At least 1 MB more than in plain JAX is moved in {count} of {2 * len(cells)} steps:\n\n"
     )
     note += listed(f"{which} ({', '.join(ways)})" for which, ways in more.items())
-    return table(["model", "mesh", "way", *COLUMNS], rows) + f"\n\n{note}" * bool(more)
+    found = table(["model", "mesh", "way", *COLUMNS], rows) + f"\n\n{note}" * bool(more)
+    return f"{where(result, 'flax')}.\n\n{found}"
 
 
 def _shown(found: dict[str, Any] | None) -> str:

@@ -295,6 +295,9 @@ def described(spec: GraphSpec, found: Work) -> str:
     return "; ".join(said) or "each device computes all of it"
 
 
+_ELSEWHERE = "shard another dimension"
+
+
 class Gathered(NamedTuple):
     """A tensor that each device gets whole along a dimension, though it is sharded there."""
 
@@ -303,7 +306,7 @@ class Gathered(NamedTuple):
     axes: Axes
     nbytes: int
     why: str
-    fix: str = "shard another dimension"
+    fix: str
 
     def __str__(self) -> str:
         return (
@@ -337,25 +340,26 @@ def gathered(
             if not axes or used[dim]:
                 continue
             factor, shards = of.get((tensor.name, dim)), size_of(axes, sizes)
-            why, how = "", ()
+            why, fix = "", _ELSEWHERE
             if factor is None or factor.role == WHOLE:
                 why = "the operation needs all of it"
             elif factor.size % shards:
                 why = f"{shards} shards do not divide its {factor.size} parts"
-                padded_to = "pad it, or " if factor.size == tensor.shape[dim] else ""
-                how = (f"{padded_to}shard it over a number of devices that divides {factor.size}",)
+                fix = f"shard it over a number of devices that divides {factor.size}"
+                if factor.size == tensor.shape[dim]:
+                    fix += ", or pad it"
             elif not sums and (factor.partial or not taken):
                 why = "devices exchange nothing over several axes next to manual ones"
             elif not {*axes} <= taken:
                 why = "another tensor of the call is sharded in another way"
-                how = ("shard it as that one, or along other mesh axes",)
+                fix = "shard it as that one, or along other mesh axes"
             if why:
-                made.append(Gathered(tensor, dim, axes, nbytes, why, *how))
+                made.append(Gathered(tensor, dim, axes, nbytes, why, fix))
     for move in (*(move for moves, _ in found.stages for move in moves), *found.last):
         if move.how == "gather":
             tensor = spec.tensor(move.name)
             why = "a later operation needs all of it"
-            made.append(Gathered(tensor, move.dim, move.axes, tensor.nbytes, why))
+            made.append(Gathered(tensor, move.dim, move.axes, tensor.nbytes, why, _ELSEWHERE))
     return made
 
 
