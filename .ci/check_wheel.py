@@ -26,5 +26,5 @@ written = [p for p in package.rglob("*") if p.suffix in (".py", ".cc", ".h", ".c
 lines = sum(len(path.read_text().splitlines()) for path in written)
 assert lines < 48_300, f"{lines} lines of Python and C++"
 tests = sum(len(p.read_text().splitlines()) for p in package.with_name("tests").rglob("*.py"))
-assert tests < 31_950, f"{tests} lines of tests"
+assert tests < 32_000, f"{tests} lines of tests"
 print(f"{size} bytes; {lines} lines in the package")

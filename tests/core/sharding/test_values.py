@@ -9,18 +9,21 @@ import itertools
 import random
 import re
 
+import flax_cases
 import function_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
+from flax import nnx
 from helpers import placed, share, whole
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformations import SMALL, is_float, spec_and_operands
 
 import jax_cudnn as jc
+import jax_cudnn.flax as jnn
 from jax_cudnn._core.primitive import bind
 
 KINDS = AUTO, EXPLICIT, PARTLY_MANUAL = "auto", "explicit", "partly manual"
@@ -29,6 +32,7 @@ FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS
 REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of types: in what words
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
+    "delayed scaling": "cannot be sharded on the axis being rolled over",  # that of the steps
 }
 FLOAT8 = "fp8", "mxfp8", "float8_matmul"  # which round to it inside
 EXAMPLES = 10  # a size that nothing else has
@@ -40,6 +44,26 @@ OF_ALL_EXAMPLES = {  # what these compute: in a shard_map it is of each device's
 # In a shard_map over a part of the axes XLA aborts, for jnp, too, where pages and a table are
 # sharded, or where a logit is read of a sharded product (on CPUs).
 ABORTS = {"paged", "paged, bfloat16", "write_pages", "cross-entropy, each token"}
+
+
+def decoding(rngs):
+    layer = jnn.MultiHeadAttention(4, 32, decode=True, page_size=4, rngs=rngs)
+    layer.init_cache((4, 8, 32))
+    return layer
+
+
+CONSTRUCTED = {  # those that Flax does not have, and with a state
+    "conv_norm_act": (lambda r: jnn.ConvNormAct(8, 16, (3, 3), rngs=r), (4, 6, 6, 8)),
+    "gated_mlp": (lambda r: jnn.GatedMLP(8, 16, use_bias=True, rngs=r), (4, 6, 8)),
+    "quantized": (lambda r: jnn.QuantizedLinear(jnn.Linear(8, 16, rngs=r), group_size=4), (4, 8)),
+    "delayed scaling": (lambda r: jnn.Linear(16, 32, float8="delayed", rngs=r), (32, 16)),
+    "experts": (lambda r: jnn.MoE(8, 12, 4, 2, use_bias=True, rngs=r), (4, 6, 8)),
+    "decoding": (decoding, (4, 1, 32)),
+}
+LAYERS = CONSTRUCTED | {
+    name: (lambda r, case=case: case.made(case.ours), case.shape)
+    for name, case in flax_cases.CASES.items()
+}
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
 COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
@@ -193,14 +217,14 @@ def sample():
 def pytest_generate_tests(metafunc):
     if "kind" not in metafunc.fixturenames:
         return
-    name = "function" if "function" in metafunc.fixturenames else "case"
+    (name,) = {"case", "function", "layer"} & {*metafunc.fixturenames}
     every = metafunc.config.getoption("every")
-    rows = [*FUNCTIONS] if name == "function" else REGISTRY
-    rows = [x for x in rows if every or name == "function" or x.name in {*sample()}]
+    rows = {"case": REGISTRY, "function": [*FUNCTIONS], "layer": [*LAYERS]}[name]
+    rows = [x for x in rows if every or name != "case" or x.name in {*sample()}]
     metafunc.parametrize(
         (name, "kind"),
         [
-            pytest.param(x, kind, id=f"{x if name == 'function' else x.name}-{kind}")
+            pytest.param(x, kind, id=f"{x.name if name == 'case' else x}-{kind}")
             for i, x in enumerate(rows)
             for j, kind in enumerate(KINDS)
             if (every or i % 5 % 3 == j) and not (kind == PARTLY_MANUAL and x in ABORTS)
@@ -235,13 +259,25 @@ def test_functions(function, kind, request):
     run, operands = call(name)
     specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
     specs = each_axis(name, operands, 3, kind) if every else specs
-    if kind == EXPLICIT and name in REFUSED:
-        typed = [own for own in specs if has_types(name, run, operands, own)]
-        assert len(typed) < len(specs)
-        specs = typed
+    specs = typed(name, run, operands, kind, specs)
     if specs:
         flips = name == "batch_norm, bfloat16"  # its relu
         check(run, operands, kind, specs, flips=flips, float8=name in FLOAT8)
+
+
+def test_layers(layer, kind):
+    """Results, the state, and gradients by the input and the state, along each axis of these."""
+    make, shape = LAYERS[layer]
+    graph, state = nnx.split(make(nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(x, *leaves):
+        made = nnx.merge(graph, tree.unflatten(leaves))
+        return made(x), nnx.state(made, nnx.Not(nnx.Param))
+
+    operands = [jax.random.normal(jax.random.key(1), shape), *leaves]
+    specs = typed(layer, run, operands, kind, each_axis(layer, operands, 3, kind))
+    check(run, operands, kind, specs, float8="delayed" in layer)
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "mxfp8"])
@@ -268,13 +304,17 @@ def test_examples_in_a_shard_map(name):
     check(run, operands, AUTO, [layout(operands, {})], inside, float8=name in FLOAT8)
 
 
-def has_types(name, function, arrays, own):
-    """Whether jnp, or a rule that it lacks, lets a function that may be REFUSED have types."""
-    given = on_mesh(EXPLICIT, arrays, [own])[0]
-    try:
-        jax.eval_shape(differentiated(function, arrays), given)
-    except Exception as error:
-        if not re.search(REFUSED[name], str(error)):
-            raise
-        return False
-    return True
+def typed(name, function, arrays, kind, specs):
+    """Those layouts that jnp, or a rule that it lacks, lets a function that may be REFUSED have."""
+    if kind != EXPLICIT or name not in REFUSED:
+        return specs
+    found = []
+    for own, given in zip(specs, on_mesh(kind, arrays, specs), strict=True):
+        try:
+            jax.eval_shape(differentiated(function, arrays), given)
+            found.append(own)
+        except Exception as error:
+            if not re.search(REFUSED[name], str(error)):
+                raise
+    assert len(found) < len(specs)
+    return found
