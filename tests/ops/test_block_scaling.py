@@ -1,5 +1,8 @@
 """Blocks with scales: values by the formats' definitions, derivatives, plans, errors."""
 
+import re
+
+import absent_gpus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +94,15 @@ def test_blocks_of_zeros_and_of_what_is_not_finite():
         assert not got[0, [0, 3]].any()
         assert not got[0, 1, 32:].any()
         assert np.isnan(got[0, [1, 2], [3, 40]]).all()
+
+
+@pytest.mark.deviceless
+def test_no_scale_depends_on_a_cast_that_xla_leaves_out():
+    """A cast to float8 and back, in which scales were rounded to the nearest on GPUs."""
+    run = lambda x: quantize(x, 16, 2, "float4_e2m1fn")  # noqa: E731
+    text = absent_gpus.compiled(run, jax.ShapeDtypeStruct((1, 64, 64), "float32")).as_text()
+    assert " = f8e4m3fn[" in text
+    assert not re.search(r" = f8e4m3fn\S* convert\(", text)
 
 
 @each_format

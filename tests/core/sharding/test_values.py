@@ -26,6 +26,7 @@ import jax_cudnn as jc
 import jax_cudnn.flax as jnn
 from jax_cudnn._core.primitive import bind
 
+COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
 KINDS = AUTO, EXPLICIT, PARTLY_MANUAL = "auto", "explicit", "partly manual"
 REGISTRY = [*all_cases()]
 FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS
@@ -34,6 +35,8 @@ REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of type
     "conv_general_dilated": "specify the output sharding|illegally sharded",
     "delayed scaling": "cannot be sharded on the axis being rolled over",  # that of the steps
 }
+# Their relu follows a sum of 16 bits, or of products in TF32.
+FLIPS = {"batch_norm, bfloat16", *(("conv", "conv_norm_act") if ON_GPUS else ())}
 FLOAT8 = "fp8", "mxfp8", "float8_matmul"  # which round to it inside
 EXAMPLES = 10  # a size that nothing else has
 OF_ALL_EXAMPLES = {  # what these compute: in a shard_map it is of each device's
@@ -66,7 +69,6 @@ LAYERS = CONSTRUCTED | {
 }
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
-COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.several_gpus,
@@ -171,8 +173,8 @@ def by_example(function, arrays, mesh):
 
 def check(function, arrays, kind, specs, inside=None, flips=False, float8=False):
     """All layouts in one program: each has operands of its own, so none determines another.
-    ``inside`` makes, of the mesh, the function of each. Gradients are not compared where a sum of
-    16 bits may have another sign (``flips``)."""
+    ``inside`` makes, of the mesh, the function of each. Gradients are not compared where a sum may
+    have another sign (``flips``)."""
     assert specs
     # Otherwise XLA may leave out a rounding to float8 in one of the two programs.
     jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -261,8 +263,7 @@ def test_functions(function, kind, request):
     specs = each_axis(name, operands, 3, kind) if every else specs
     specs = typed(name, run, operands, kind, specs)
     if specs:
-        flips = name == "batch_norm, bfloat16"  # its relu
-        check(run, operands, kind, specs, flips=flips, float8=name in FLOAT8)
+        check(run, operands, kind, specs, flips=name in FLIPS, float8=name in FLOAT8)
 
 
 def test_layers(layer, kind):
@@ -277,7 +278,7 @@ def test_layers(layer, kind):
 
     operands = [jax.random.normal(jax.random.key(1), shape), *leaves]
     specs = typed(layer, run, operands, kind, each_axis(layer, operands, 3, kind))
-    check(run, operands, kind, specs, float8="delayed" in layer)
+    check(run, operands, kind, specs, flips=layer in FLIPS, float8="delayed" in layer)
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "mxfp8"])
