@@ -22,6 +22,7 @@ RUNS = (
     "tested_four_gpus",
     "tested_two_gpus",
     "tested_in_a_job",
+    "tested_steps_in_a_job",
     "tested_h100",
     "tested_cuda13",
     "tested_cuda12",
