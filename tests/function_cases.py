@@ -112,6 +112,7 @@ CASES = {
     "float8_matmul": Case("x b t k, w k n", ops.float8_matmul),
     "quantized": Case("x b t k, kernel k n int8, scale n, bias n", ops.quantized_matmul, quantized),
     "quantized, groups": Case("x t 8, kernel 8 n int8, scale 2 n", ops.quantized_matmul, quantized),
+    "quantize_weights": Case("kernel k n", ops.quantize_weights),
     "ragged_dot, gated": Case("lhs t k, rhs 4 k n, group_sizes 4 int32<2, bias 4 n, gate t n",
         ops.ragged_dot, gated, {"activation": "silu"}),
     "conv": Case("x b h h k, w 3 3 k n, bias n, residual b h h n", ops.conv, conv,
@@ -199,6 +200,7 @@ IN_16_BITS = {
             running_var=jnp.ones(64), training=True, activation="relu")),
 }  # fmt: skip
 """Of sizes of which cuDNN runs many, also of a part of them."""
+STATIC = {"pad_to_bucket": Case("x b t 8, lengths b int32<t", ops.pad_to_bucket, None, {"least": 8})}
 
 
 def given(case, which):

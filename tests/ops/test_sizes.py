@@ -16,7 +16,7 @@ OF_XLA = (
     *("batch_norm, inference", "pooling", "write_pages", "mxfp8"),
     *("cross-entropy", "cross-entropy, each token"),
     *("rotary", "rotary, no positions", "ragged_dot", "ragged_dot, gated"),
-    *("quantized", "quantized, groups", "float8_matmul"),
+    *("quantized", "quantized, groups", "quantize_weights", "float8_matmul"),
 )
 
 

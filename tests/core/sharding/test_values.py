@@ -29,7 +29,7 @@ from jax_cudnn._core.primitive import bind
 COUNT, ON_GPUS = len(jax.devices()), jax.default_backend() == "gpu"
 KINDS = AUTO, EXPLICIT, PARTLY_MANUAL = "auto", "explicit", "partly manual"
 REGISTRY = [*all_cases()]
-FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS
+FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS | function_cases.STATIC
 REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of types: in what words
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
