@@ -24,7 +24,7 @@ assert size < 815_000, f"{size} bytes"
 package = Path(__file__).parents[1] / "jax_cudnn"
 written = [p for p in package.rglob("*") if p.suffix in (".py", ".cc", ".h", ".c")]
 lines = sum(len(path.read_text().splitlines()) for path in written)
-assert lines < 48_300, f"{lines} lines of Python and C++"
+assert lines < 48_350, f"{lines} lines of Python and C++"
 tests = sum(len(p.read_text().splitlines()) for p in package.with_name("tests").rglob("*.py"))
-assert tests < 32_000, f"{tests} lines of tests"
+assert tests < 32_100, f"{tests} lines of tests"
 print(f"{size} bytes; {lines} lines in the package")

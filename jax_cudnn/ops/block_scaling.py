@@ -151,7 +151,7 @@ class BlockScaleDequantize(BlockScaling):
 class BlockScaleQuantize(BlockScaling):
     """Rounds values to 8 or 4 bits with one scale per block:
     ``scale = round_up(max(abs(block)) / largest)``, in the dtype of scales, with the largest value
-    of Y's dtype; ``Y = round(input / scale)``, to the nearest, 0 for a scale of 0.
+    of Y's dtype; ``Y = round(input * (1 / scale))``, to the nearest, 0 for a scale of 0.
 
     Args:
         input: (B, M, N) in float32, bfloat16 or float16.

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.promotion import is_tiny
-from .._core.graph.reference import rounded
+from .._core.graph.reference import saturated
 from .._core.primitive import align_varying
 from .arguments import floating, preferred_dtype
 from .matmul.functions import matmul
@@ -154,7 +154,7 @@ def _quantized(x: jax.Array, dtype: str, delayed: Any, rows: bool, columns: bool
     """An array in float8, in the requested orders."""
     amax = amax_of(jnp.where(jnp.isfinite(x), x, 0))
     exponent = _exponent(scale_of(amax, dtype) if delayed is None else delayed)
-    narrow = rounded(quantizable(x) * _power_of_2(exponent), dtype)
+    narrow = saturated(quantizable(x) * _power_of_2(exponent), dtype)
     if delayed is None:
         narrow = _stored(narrow)
     else:  # amax is of the same pass

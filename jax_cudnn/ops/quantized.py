@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import normal_precision
+from .._core.graph.reference import kept
 from .._core.primitive import dims_of, product_spec, without_explicit_axes
 from .arguments import array, floating, integer
 from .epilogue import Activation, Terms, apply_outside
@@ -66,7 +67,7 @@ def quantize_weights(
     groups = groups.astype(jnp.promote_types(kernel.dtype, jnp.float32))
     most = jnp.max(jnp.abs(groups), axis=1, initial=0)
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype  # which may underflow
-    scale = jnp.where(most == 0, 1, most / _LARGEST).astype(dtype)
+    scale = kept(jnp.where(most == 0, 1, most / _LARGEST), str(dtype)).astype(dtype)
     quantized = jnp.round(groups / scale[:, None].astype(groups.dtype))
     quantized = jnp.clip(quantized, -_LARGEST, _LARGEST).astype(jnp.int8).reshape(kernel.shape)
     return quantized, scale[0] if group_size is None else scale

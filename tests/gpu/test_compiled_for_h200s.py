@@ -37,6 +37,46 @@ def layer(cls, *arguments, **named):
     return lambda state, x: nnx.merge(graphdef, state)(x), state
 
 
+def blocks(size):
+    """Float4 with scales, and back."""
+
+    @jc.graph
+    def run(g, x):
+        y, scale = g.block_scale_quantize(x, block_size=size)
+        y.set_data_type("float4_e2m1fn")
+        return y, scale
+
+    back = jc.graph(lambda g, y, s: g.block_scale_dequantize(y, s, block_size=[1, size]))
+    return lambda x: back(*run(x))
+
+
+@jc.graph(implementation="xla")
+def to_float8(g, x):
+    return g.relu(x).set_data_type("float8_e5m2")
+
+
+def fp8_attention(x):
+    return jc.ops.dot_product_attention_fp8(x, x, x)
+
+
+NARROW = {  # a function, a shape, bits of the mantissa, and how many values are rounded
+    "NVFP4": (blocks(16), (1, 128, 256), 1, 1),
+    "MXFP4": (blocks(32), (1, 128, 256), 1, 1),
+    "MXFP8": (lambda x: jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x)), (1, 2, 64, 32), 3, 1),
+    "a result that is read": (lambda x: to_float8(x).astype("float32") * 2, (8, 128), 2, 1),
+    "attention": (fp8_attention, (2, 64, 4, 40), 3, 3),  # x, the weights and the result
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_values_are_rounded_also_where_xla_leaves_out_a_cast_and_back(name):
+    """By operations that XLA keeps."""
+    run, shape, bits, count = NARROW[name]
+    text = compiled(run, aval(*shape, dtype="float32")).as_text()
+    assert len(re.findall(rf"reduce-precision\(.*mantissa_bits={bits}\b", text)) >= count
+    assert text.count(" round-nearest-even(") >= count
+
+
 @pytest.mark.parametrize("axes", [None, (0, None, None, 0), (None, 0, None, None)])
 def test_a_product_of_tokens_is_its_call_alone(axes):
     """Its dimensions are merged, also with one of vmap: nothing is copied for that."""

@@ -81,7 +81,7 @@ MUTATIONS = {
     "slices of the wrong strides": ("ops/slicing.py", "[part.step for part", "[1 for part"),
     "result of a convolution in the wrong order": ("ops/convolution/functions.py", "    y = arguments.transpose(y, np.argsort(spec.out_spec))\n    return y.squeeze", "    y = arguments.transpose(y, spec.out_spec)\n    return y.squeeze"),
     # graphs
-    "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest).astype(target)", "return value.astype(target)"),
+    "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest)", "return value"),
     "integers are cut, not rounded": ("_core/graph/reference.py", "value = jnp.round(value)", "value = jnp.trunc(value)"),
     "what is kept is not rounded": ("_core/graph/reference.py", "rounded(kept(result, dtype) if is_read else result, dtype)", "result.astype(dtype) if not is_read else result"),
     "bounds of one port only": ("_core/graph/boundary.py", "jnp.minimum(found[name], x) if name in found else x", "x"),

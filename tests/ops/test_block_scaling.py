@@ -96,9 +96,21 @@ def test_blocks_of_zeros_and_of_what_is_not_finite():
         assert np.isnan(got[0, [1, 2], [3, 40]]).all()
 
 
+def test_a_scale_is_the_least_that_keeps_a_block_in_range():
+    scales = np.arange(0x7F, dtype=np.uint8).view(E4M3).astype(np.float32)
+    near = (6 * scales[1:]).view(np.int32)[:, None] + [-8, 0, 8]
+    most = np.float32([*near.astype(np.int32).view(np.float32).ravel(), 0, 1e-30, 5000, 1e30])
+    x = np.zeros((1, most.size, 16), np.float32)
+    x[..., 5] = -most
+    _, scale = jax.jit(lambda x: quantize(x, 16, 2, "float4_e2m1fn"))(x)
+    want = scales[np.minimum(np.searchsorted(scales, most / np.float32(6)), 0x7E)]
+    np.testing.assert_array_equal(exact(np.ones_like(x), scale, -1, 16)[0, :, 0], want)
+
+
 @pytest.mark.deviceless
 def test_no_scale_depends_on_a_cast_that_xla_leaves_out():
-    """A cast to float8 and back, in which scales were rounded to the nearest on GPUs."""
+    """A cast of the scales to float8 and back: they were rounded to the nearest on GPUs. (Y is of
+    float4.)"""
     run = lambda x: quantize(x, 16, 2, "float4_e2m1fn")  # noqa: E731
     text = absent_gpus.compiled(run, jax.ShapeDtypeStruct((1, 64, 64), "float32")).as_text()
     assert " = f8e4m3fn[" in text

@@ -41,6 +41,7 @@ E8M0 = "float8_e8m0fnu"
 """Powers of two: the scales of blocks, in no arithmetic."""
 FP4 = "float4_e2m1fn"
 """Values of blocks, in no arithmetic. cuDNN packs two into a byte."""
+NARROW = (*FP8, FP4)
 INTEGERS = ("int8", "uint8", "int32", "int64")
 NUMBERS = (*FLOATS, *FP8, *INTEGERS)
 PRODUCTS = (*FLOATS, *FP8, "int8")

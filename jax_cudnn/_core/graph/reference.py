@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .dtypes import FP8, INTEGERS, arithmetic, is_floating, itemsize
+from .dtypes import INTEGERS, NARROW, arithmetic, is_floating, itemsize
 from .node import Node
 from .options import lax_precision
 from .spec import Call, GraphSpec
@@ -107,28 +109,54 @@ def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
 def kept(value: jax.Array, dtype: str) -> jax.Array:
     """A value reduced to the precision of a dtype, by a separate operation: XLA removes a
-    conversion to a narrower float and back."""
-    if not is_floating(dtype) or not is_floating(str(value.dtype)):
+    conversion to a narrower float and back. (For those of :data:`NARROW`, ``rounded`` does it.)"""
+    if not is_floating(dtype) or not is_floating(str(value.dtype)) or dtype in NARROW:
         return value
     if itemsize(dtype) >= itemsize(str(value.dtype)):
         return value
-    cut, largest = rounded(value, dtype).astype(value.dtype), float(jnp.finfo(dtype).max)
+    cut, largest = value.astype(dtype).astype(value.dtype), float(jnp.finfo(dtype).max)
     cut = jax.lax.reduce_precision(cut, jnp.finfo(value.dtype).nexp, jnp.finfo(dtype).nmant)
     return jnp.where(jnp.abs(cut) > largest, jnp.copysign(jnp.inf, cut), cut)
 
 
 def rounded(value: jax.Array, dtype: str) -> jax.Array:
     """A value in another dtype, as cuDNN stores it: integers saturate, and floats round to the
-    nearest integer (even); to float8 they saturate, too."""
+    nearest integer (even); to float8 and float4 they saturate, too."""
     target = jnp.dtype(dtype)
     if value.dtype == target:
         return value
-    if dtype in FP8:
-        largest = float(jnp.finfo(target).max)
-        return jnp.clip(value, -largest, largest).astype(target)
+    if dtype in NARROW:
+        value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        return _on_grid(_in_range(value, dtype), dtype).astype(target)
     if dtype in INTEGERS:
         limits = jnp.iinfo(target)
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = jnp.round(value)
         return jnp.clip(value, limits.min, limits.max).astype(target)
     return value.astype(target)
+
+
+def saturated(value: jax.Array, dtype: str) -> jax.Array:
+    """A value in float8 or float4, for what reads it from memory: where XLA fuses the reader, it
+    may leave the conversion out."""
+    return _in_range(value, dtype).astype(dtype)
+
+
+def _in_range(value: jax.Array, dtype: str) -> jax.Array:
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(value, -largest, largest)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _on_grid(value: jax.Array, dtype: str) -> jax.Array:
+    """Floats in the range of a narrow dtype, rounded to it without a conversion."""
+    narrow = jnp.finfo(dtype)
+    step = float(narrow.smallest_subnormal)
+    tiny = jnp.round(value / step) * step
+    normal = jax.lax.reduce_precision(value, jnp.finfo(value.dtype).nexp, narrow.nmant)
+    return jnp.where(jnp.abs(value) < float(narrow.smallest_normal), tiny, normal)
+
+
+@_on_grid.defjvp
+def _on_grid_jvp(dtype: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _on_grid(*primals, dtype), tangents[0]

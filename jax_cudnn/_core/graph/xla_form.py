@@ -62,7 +62,7 @@ def _narrow(
             if name not in spec.outputs:
                 values[name] = _inside(result, dtype)
                 continue
-            exact = kept(result, dtype) if name in read or (inside and dtype in FP8) else result
+            exact = kept(result, dtype) if name in read else result
             values[name] = returned[name] = rounded(exact, dtype)
             if inside and (dtype, str(result.dtype)) == ("bfloat16", "float32"):
                 values[name] = _of_bits(returned[name])
@@ -243,9 +243,7 @@ def _summed_as_written(spec: GraphSpec, call: Call) -> str | None:
 
 
 def _inside(value: jax.Array, dtype: str) -> jax.Array:
-    """A value that nothing but the graph reads: float8 and integers are rounded."""
-    if dtype in FP8:
-        return rounded(kept(value, dtype), dtype)
+    """A value that nothing but the graph reads: float8, float4 and integers are rounded."""
     if is_floating(dtype) and is_floating(str(value.dtype)):
         if itemsize(dtype) > itemsize(str(value.dtype)):
             return value

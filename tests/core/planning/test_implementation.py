@@ -161,6 +161,7 @@ def test_xla_keeps_the_roundings_inside_a_graph(dtype):
     np.testing.assert_array_equal(got, want)
     text = jax.jit(functools.partial(evaluate, spec)).lower(x).as_text()
     assert f"m{jnp.finfo(dtype).nmant}" in text.split("reduce_precision", 1)[1].split("\n", 1)[0]
-    # What the graph returns is stored in its dtype anyway.
+    # What the graph returns is stored in its dtype; a narrow one may be read in the same program.
     stored = jc.graph(lambda g, x: g.mul(x, 1.0).set_data_type(dtype)).trace(x)[1].spec
-    assert "reduce_precision" not in jax.jit(functools.partial(evaluate, stored)).lower(x).as_text()
+    text = jax.jit(functools.partial(evaluate, stored)).lower(x).as_text()
+    assert ("reduce_precision" in text) == dtype.startswith("float8")
