@@ -200,8 +200,10 @@ IN_16_BITS = {
             running_var=jnp.ones(64), training=True, activation="relu")),
 }  # fmt: skip
 """Of sizes of which cuDNN runs many, also of a part of them."""
-BUCKET = Case("x b t 8, lengths b int32<t", ops.pad_to_bucket, None, {"least": 8})
-STATIC = {"pad_to_bucket": BUCKET}
+STATIC = {
+    "pad_to_bucket": Case("x b t 8, lengths b int32<t", ops.pad_to_bucket, options={"least": 8}),
+}
+"""Of no symbolic sizes."""
 
 
 def given(case, which):

@@ -33,7 +33,7 @@ FUNCTIONS = function_cases.CASES | function_cases.IN_16_BITS | function_cases.ST
 REFUSED = {  # on explicit axes, some or all layouts, by JAX's own check of types: in what words
     "dot_general": "to have the same sharding|specify the output sharding|illegally sharded",
     "conv_general_dilated": "specify the output sharding|illegally sharded",
-    "delayed scaling": "cannot be sharded on the axis being rolled over",  # that of the steps
+    "delayed scaling": "cannot be sharded on the axis being rolled over",  # amax_history
 }
 # Their relu follows a sum of 16 bits, or of products in TF32.
 FLIPS = {"batch_norm, bfloat16", *(("conv", "conv_norm_act") if ON_GPUS else ())}

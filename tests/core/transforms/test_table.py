@@ -122,10 +122,10 @@ def test_a_cast_of_a_constant_alone_stays():
 def by_cudnn(case):
     """The same in one plan, measured losses or not; but cut around what is always XLA's."""
     nodes = [call.node for call in SPECS[case.name].calls]
-    newer = case.name.startswith("moe_") and not has_cudnn(92800)
+    lacking = case.name.startswith("moe_") and not has_cudnn(92800)
     scaled = any(n.method == "block_scale_dequantize" for n in nodes)
-    newer |= scaled and float(jax.devices()[0].compute_capability) < 10
-    if newer or any(n.xla_only or getattr(n, "mode", None) == "GATHER" for n in nodes):
+    lacking |= scaled and float(jax.devices()[0].compute_capability) < 10
+    if lacking or any(n.xla_only or getattr(n, "mode", None) == "GATHER" for n in nodes):
         return case
     return dataclasses.replace(case, function=case.function.with_options(implementation="cudnn"))
 
