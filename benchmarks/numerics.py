@@ -46,7 +46,8 @@ The reference, which runs on CPU and TPU, rounds at the same points.
 
 Parts of a graph that XLA runs on a GPU are computed as plain JAX would: XLA's libraries fuse no
 other form. Results that the graph returns, and values that a part on cuDNN reads, have their
-dtypes, and float8, float4 and integer values are rounded everywhere. The rest differs from the table above:
+dtypes, and float8, float4 and integer values are rounded everywhere. The rest differs from the
+table above:
 
 - Intermediate values are not rounded to 16 bits where XLA keeps float32.
 - A product of 16-bit operands is rounded to 16 bits, and so is each sum and factor after it, if

@@ -14,7 +14,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -46,7 +46,7 @@ PARTITIONED = "jax_cudnn_partitioned"
 LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
 _BY_XLA = "XLA runs and partitions it"
-_EXCHANGED = "XLA runs it: it exchanges statistics between devices"
+_EXCHANGED = "XLA runs it, of the whole arrays: it exchanges statistics between devices"
 T = TypeVar("T")
 log = logging.getLogger("jax_cudnn")
 
@@ -94,6 +94,12 @@ _known: weakref.WeakValueDictionary[bytes, _Partitioned] = weakref.WeakValueDict
 cache, which sees only it, cannot serve the program of another graph."""
 
 
+def _exchanged(titled: str, spec: GraphSpec) -> tuple[str, GraphSpec, str]:
+    """What is said of a graph that XLA runs on a mesh."""
+    options = replace(spec.options, implementation="xla")
+    return titled, replace(spec, options=options), _EXCHANGED
+
+
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     titled, by_xla = title(spec=spec, name=name), spec.xla_only
@@ -102,7 +108,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
         if by_xla or is_left_whole(spec, given):  # jnp has no types for some results
-            observe((spec, name), (titled, spec, _BY_XLA if by_xla else _EXCHANGED))
+            observe((spec, name), (titled, spec, _BY_XLA) if by_xla else _exchanged(titled, spec))
             run = functools.partial(_by_reference, spec, made)
         return mesh_compat.lower_explicit(ctx, mesh, run, operands)
     elsewhere = mesh_compat.is_exported(ctx)  # another process would not know the graph
@@ -110,7 +116,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         observe((spec, name), (titled, spec, _BY_XLA))
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
-        observe((spec, name), (titled, spec, _EXCHANGED))
+        observe((spec, name), _exchanged(titled, spec))
         return lower_reference(compat.without_types(ctx), *operands, spec=spec, name=name)
     axes, target = mesh_compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)

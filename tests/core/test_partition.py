@@ -356,6 +356,20 @@ def test_what_follows_a_sum_has_another_note():
 
 
 @pytest.mark.deviceless
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_scale_is_gathered_for_a_norm_of_each_device(types):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+    x, scale = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, P("data")))
+        for shape in ((4096, 1024), (1024,))
+    )
+    plans = jc.plans(jc.ops.rms_norm, x, scale, gpus=["H200"])["H200"]
+    assert plans["rms_norm"].spec.input_tensors[0].shape == (512, 1024)
+    assert plans["rms_norm"].execution_plans
+    assert "scale, bfloat16[1, 1024], is gathered" in plans.notes["rms_norm"]
+
+
+@pytest.mark.deviceless
 @pytest.mark.parametrize("kind", ["auto", "explicit", "in_shardings", "manual"])
 def test_plans_are_those_of_one_device(kind):
     types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
@@ -379,6 +393,7 @@ def test_plans_are_those_of_one_device(kind):
         assert plans.notes["matmul"].startswith("data shards a[0], matmul.0::C[0]; model shards b")
     if kind == "explicit":
         assert "exchanges statistics" in plans.notes["rms_norm"]
+        assert not plans["rms_norm"].execution_plans
         return
     assert plans["rms_norm"].spec.input_tensors[0].shape == (4, 256, 512)
     if kind == "manual":

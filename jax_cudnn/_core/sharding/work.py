@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -254,8 +255,8 @@ def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
 
 def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None) -> bool:
     """Whether XLA shards a graph without a product better, because it exchanges statistics where
-    cuDNN would need the whole of what operands of these types shard; without types, of the first
-    axis of the largest operand, which is likely to be sharded."""
+    cuDNN would need the whole of what the largest operands of these types shard; without types, of
+    the first axis of the largest one, which is likely to be sharded."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
     if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
@@ -263,8 +264,9 @@ def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None)
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
     if types is None:
         return (max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0) in whole
+    most = max(math.prod(tensor.shape) for tensor in spec.input_tensors)
     return any(
-        axes and (tensor.name, dim) in whole
+        axes and (tensor.name, dim) in whole and math.prod(tensor.shape) == most
         for tensor, own in zip(spec.input_tensors, types, strict=True)
         for dim, axes in enumerate(padded(own, tensor))
     )
