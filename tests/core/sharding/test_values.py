@@ -176,7 +176,7 @@ def check(function, arrays, kind, specs, inside=None, flips=False, float8=False)
     ``inside`` makes, of the mesh, the function of each. Gradients are not compared where a sum may
     have another sign (``flips``)."""
     assert specs
-    # Otherwise XLA may leave out a rounding to float8 in one of the two programs.
+    # Otherwise XLA may leave out a cast of a cotangent to float8 in one of the two programs.
     jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     run = (lambda given: function(*given)) if flips else differentiated(function, arrays)
     want = jax.tree.leaves(jit(run)(arrays))
