@@ -254,17 +254,16 @@ def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
 
 
 def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None) -> bool:
-    """Whether XLA shards a graph without a product better, because it exchanges statistics where
-    cuDNN would need the whole of what the largest operands of these types shard; without types, of
-    the first axis of the largest one, which is likely to be sharded."""
+    """Whether XLA runs a graph without a product: it exchanges statistics where cuDNN would need
+    all that its largest operands of these types shard; without types, of one's first axis."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
     if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
         return False
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
+    most = max(math.prod(tensor.shape) for tensor in spec.input_tensors)
     if types is None:
         return (max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0) in whole
-    most = max(math.prod(tensor.shape) for tensor in spec.input_tensors)
     return any(
         axes and (tensor.name, dim) in whole and math.prod(tensor.shape) == most
         for tensor, own in zip(spec.input_tensors, types, strict=True)
