@@ -247,7 +247,7 @@ def _rounded_up(most: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     for GPUs leaves out a cast to float8 and back."""
     x = most / largest(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)  # 3 bits of the mantissa, and of 127 a bias of 7
+    normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)  # 3 bits of mantissa; biases 127 and 7
     codes = jnp.where(x < 2**-6, jnp.ceil(x * 2**9).astype(jnp.int32), normal)
     codes = jnp.where(jnp.isfinite(x), jnp.minimum(codes, 0x7E), 0x7F).astype(jnp.uint8)
     by = jax.lax.bitcast_convert_type(codes, jnp.dtype(E4M3)).astype(jnp.float32)
