@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -261,11 +260,11 @@ def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None)
     if not spec.inputs or any(call.node.anchor.product for call in spec.calls):
         return False
     whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
-    most = max(math.prod(tensor.shape) for tensor in spec.input_tensors)
+    largest = max(spec.input_tensors, key=lambda tensor: tensor.nbytes)
     if types is None:
-        return (max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0) in whole
+        return (largest.name, 0) in whole
     return any(
-        axes and (tensor.name, dim) in whole and math.prod(tensor.shape) == most
+        axes and (tensor.name, dim) in whole and tensor.nbytes == largest.nbytes
         for tensor, own in zip(spec.input_tensors, types, strict=True)
         for dim, axes in enumerate(padded(own, tensor))
     )
